@@ -1,0 +1,289 @@
+"""Replica contexts, and the state of a trace while the replica function runs in it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from microstrat import _errors, _tf, _values
+
+_thread = threading.local()
+_REPLICA_ID = _tf.CallTimeKey(("replica id",))
+
+
+def current_tracing() -> Tracing | None:
+    """The trace that is being made on this thread, if any."""
+    stack = getattr(_thread, "tracings", None)
+    return stack[-1] if stack else None
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What a marker operation stands for.
+
+    Attributes:
+      kind: "sum", "concat" (along `axis`, replica 0 first) or "first" (replica 0's value).
+      axis: for "concat".
+    """
+
+    kind: str
+    axis: int = 0
+
+
+class Tracing:
+    """One run of a replica function on behalf of all replicas.
+
+    Attributes:
+      graph: the FuncGraph it runs in.
+      outer: the graph that the result goes to.
+      replica_id: int32 scalar placeholder, the id of the replica whose turn it is.
+      collectives: marker operation -> what it stands for. A marker passes its input through, so that the trace stays an
+        ordinary graph; the lowering replaces it.
+      cuts: operations that cut a replica's share out of an argument; cheap, so repeated rather than kept.
+      inline: whether nested tf.functions run inline (they hold a collective).
+      restart: why the trace must start again, if it must.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, function_name: str, outer: tf.Graph, *, inline: bool):
+        self.strategy = strategy
+        self.function_name = function_name
+        self.outer = outer
+        self.inline = inline
+        self.graph = _tf.replica_graph(f"{function_name}_replica")
+        self.collectives: dict[tf.Operation, Collective] = {}
+        self.cuts: set[tf.Operation] = set()
+        self.restart: str | None = None
+        self.redirected: list[tuple[tf.Tensor, tf.Tensor]] = []
+        with self.graph.as_default():
+            self.replica_id = tf.compat.v1.placeholder(tf.int32, [], name="replica_id")
+
+    def __enter__(self) -> Tracing:
+        if not hasattr(_thread, "tracings"):
+            _thread.tracings = []
+        _thread.tracings.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _thread.tracings.pop()
+
+    @property
+    def num_replicas(self) -> int:
+        return self.strategy.num_replicas_in_sync
+
+    def collect(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
+        """Leaves a marker that stands for a collective over `tensor`, and returns its result."""
+        self.check_placement(collective.kind)
+        shape = tensor.shape
+        if collective.kind == "concat" and shape.rank is not None:
+            dims = shape.as_list()
+            dims[collective.axis] = None
+            shape = tf.TensorShape(dims)
+        elif collective.kind == "concat":
+            shape = tf.TensorShape(None)
+        with tf.control_dependencies(None):
+            # Unlike an Identity, this op may have a wider static shape than its input.
+            marker = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name="collective")
+        self.collectives[marker.op] = collective
+        return marker
+
+    def reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+        """Sum or mean over the replicas of a tensor or IndexedSlices of this trace; slices stay slices."""
+        if isinstance(value, tf.IndexedSlices):
+            total: Any = tf.IndexedSlices(
+                self.collect(Collective("concat"), value.values),
+                self.collect(Collective("concat"), value.indices),
+                value.dense_shape,
+            )
+        else:
+            total = self.collect(Collective("sum"), tf.convert_to_tensor(value))
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            return _values.divide_by_replicas(total, self.num_replicas)
+        return total
+
+    def first(self, value: Any) -> Any:
+        """Replica 0's value."""
+        return tf.nest.map_structure(
+            lambda tensor: self.collect(Collective("first"), tf.convert_to_tensor(tensor)), value, expand_composites=True
+        )
+
+    def all_values(self, value: Any) -> tuple[Any, ...]:
+        """All N replicas' values of one value of the trace."""
+        parts = [self._all_tensors(tensor) for tensor in tf.nest.flatten(value, expand_composites=True)]
+        return tuple(
+            tf.nest.pack_sequence_as(value, list(replica), expand_composites=True) for replica in zip(*parts, strict=True)
+        )
+
+    def _all_tensors(self, tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        if tensor.shape.is_fully_defined():
+            # The marker's static shape is its input's; a leading axis makes room for N.
+            stacked = self.collect(Collective("concat"), tensor[tf.newaxis])
+            stacked.set_shape([self.num_replicas, *tensor.shape])
+            return tuple(tf.unstack(stacked, num=self.num_replicas))
+        if tensor.shape.rank:
+            flat = self.collect(Collective("concat"), tensor)
+            lengths = self.collect(Collective("concat"), tf.shape(tensor)[:1])
+            lengths.set_shape([self.num_replicas])
+            return tuple(tf.split(flat, lengths, num=self.num_replicas))
+        raise NotImplementedError(
+            f"The local results of a tensor of unknown rank ({tensor.name}) are not supported in a merge function."
+        )
+
+    def check_placement(self, kind: str) -> None:
+        """Refuses a collective inside a branch or loop; a nested tf.function is traced again, inline."""
+        graph = tf.compat.v1.get_default_graph()
+        if graph is self.graph:
+            return
+        nested = enclosing_function(graph, self.graph)
+        if nested is not None and not self.inline:
+            self._restart("inline")
+        raise _errors.collective_in_branch(kind, self.function_name, graph.name, "")
+
+    def _restart(self, reason: str) -> None:
+        """Gives up this trace. The tracer sees `restart`: AutoGraph would not let a type of our own through."""
+        self.restart = reason
+        raise RuntimeError(f"internal: the trace of {self.function_name!r} starts again ({reason})")
+
+    def symbolic(self, value: Any) -> Any:
+        """What a merge function sees of an argument."""
+        if isinstance(value, tf.Tensor | tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
+            return _values.Symbolic(self.num_replicas, value, self.all_values)
+        return value
+
+    def adopt_local_state(self, primary: Any, read: Callable[[], tf.Tensor]) -> None:
+        """Makes the reads so far of a variable that has just got a value per replica read that value."""
+        graph = self.graph
+        placeholder = next((inner for outer, inner in graph.captures if outer is primary.handle), None)
+        if placeholder is None:
+            return
+        if tf.compat.v1.get_default_graph() is not graph:
+            self._restart("local state")
+        replacement: tf.Tensor | None = None
+        for op in placeholder.consumers():
+            if op.type != "ReadVariableOp":
+                self._restart("local state")
+            if replacement is None:
+                with graph.as_default(), tf.control_dependencies(None):
+                    replacement = read()
+            _tf.replace_tensor(op.outputs[0], replacement)
+            self.redirected.append((op.outputs[0], replacement))
+
+
+def enclosing_function(graph: Any, stop: Any = None) -> Any:
+    """The innermost tf.function body that `graph` is in or is, up to but not including `stop`."""
+    while isinstance(graph, _tf.FuncGraph) and graph is not stop:
+        if not _tf.is_control_flow_graph(graph):
+            return graph
+        graph = _tf.outer_graph(graph)
+    return None
+
+
+class ReplicaContext(tf.distribute.ReplicaContext):
+    """What the two engines' replica contexts share."""
+
+    def _graph(self) -> Any:
+        """The graph that the replica function itself runs in; None in eager mode."""
+        raise NotImplementedError
+
+    def _own_id(self) -> Any:
+        """The replica's id in `_graph()`."""
+        raise NotImplementedError
+
+    def _reduce_flat(self, reduce_op: tf.distribute.ReduceOp, flat: list[Any]) -> list[Any]:
+        raise NotImplementedError
+
+    @property
+    def replica_id_in_sync_group(self) -> tf.Tensor:
+        """Id of this replica, an int32 scalar in 0 … N-1.
+
+        Inside a nested tf.function it is looked up at every call: replicas share one device, so TensorFlow shares one
+        trace of that function between them, and a constant in it would be replica 0's for all.
+        """
+        return live_replica_id()
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Sum or mean of `value` (a tensor, IndexedSlices, or a structure of them) over the replicas.
+
+        Differentiable, as in tf.distribute: the gradient of an all-reduce is the all-reduce of the gradient.
+        """
+        del options
+        if isinstance(reduce_op, str):
+            reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
+        flat = [
+            part if isinstance(part, tf.IndexedSlices) else tf.convert_to_tensor(part) for part in tf.nest.flatten(value)
+        ]
+        if any(isinstance(part, tf.IndexedSlices) for part in flat) or not _tf.tape_is_recording():
+            return tf.nest.pack_sequence_as(value, self._reduce_flat(reduce_op, flat))
+
+        @tf.custom_gradient
+        def reduce(*parts: Any) -> Any:
+            reduced = self._reduce_flat(reduce_op, list(parts))
+            return reduced, lambda *gradients: self.all_reduce(reduce_op, list(gradients))
+
+        return tf.nest.pack_sequence_as(value, reduce(*flat))
+
+
+def live_replica_id() -> Any:
+    """The current replica's id as a tensor of the current graph (an eager tensor outside graphs)."""
+    context = tf.distribute.get_replica_context()
+    if not isinstance(context, ReplicaContext):
+        return tf.constant(0)
+    if tf.executing_eagerly():
+        return context._own_id()  # noqa: SLF001 - this module's own class
+    graph = tf.compat.v1.get_default_graph()
+    function = enclosing_function(graph, context._graph())  # noqa: SLF001
+    if function is None:
+        return context._own_id()  # noqa: SLF001
+    with function.as_default():
+        return _tf.capture_call_time_value(function, live_replica_id, tf.TensorSpec([], tf.int32), _REPLICA_ID)
+
+
+class SymbolicReplicaContext(ReplicaContext):
+    """Stands for all replicas at once while their function is traced."""
+
+    def __init__(self, tracing: Tracing):
+        self.tracing = tracing
+        super().__init__(tracing.strategy, replica_id_in_sync_group=tracing.replica_id)
+
+    def _graph(self) -> Any:
+        return self.tracing.graph
+
+    def _own_id(self) -> Any:
+        return self.tracing.replica_id
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return self.strategy.extended.worker_devices[:1]
+
+    def _reduce_flat(self, reduce_op: tf.distribute.ReduceOp, flat: list[Any]) -> list[Any]:
+        return [self.tracing.reduce(reduce_op, part) for part in flat]
+
+    def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs `merge_fn` inline, once: its arguments are symbols that stand for all replicas' values."""
+        tracing = self.tracing
+        tracing.check_placement("merge_call")
+        graph = tracing.graph
+        args, kwargs = tf.nest.map_structure(tracing.symbolic, (tuple(args), dict(kwargs)))
+        graph.cross_replica_depth += 1
+        try:
+            # Stock merge functions run on a thread where none of the replica's tapes records.
+            with _tf.cross_replica_context(self.strategy), _tf.stop_recording():
+                result = merge_fn(self.strategy, *args, **kwargs)
+        finally:
+            graph.cross_replica_depth -= 1
+        return _values.select_replica(result, tracing.replica_id)
+
+
+@contextlib.contextmanager
+def outside_trace() -> Iterator[None]:
+    """Leaves the trace for the graph around it, where variables made by the first trace are initialised."""
+    tracing = current_tracing()
+    if tracing is None or tf.executing_eagerly() or tf.compat.v1.get_default_graph() is not tracing.graph:
+        yield
+        return
+    with tracing.outer.as_default():
+        yield

@@ -1,0 +1,175 @@
+"""Errors and warnings, each built by a function that names the user's thing, the rule, and the way out.
+
+They are of Python's own types: AutoGraph re-raises only those as they are, and turns any other into its StagingError.
+Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+SYMBOLIC_ESCAPES = (
+    "A per-replica value was used outside the merge function that received it. Inside merge_call, reduce it with "
+    "strategy.extended.reduce_to, or return it: each replica then gets its own value back."
+)
+
+
+def bad_num_micro_batches(value: Any) -> ValueError:
+    return ValueError(
+        f"num_micro_batches must be a positive int, not {value!r}. It is the number of virtual replicas: a global batch "
+        "of 64 with num_micro_batches=4 runs as 4 micro-batches of 16."
+    )
+
+
+def bad_semantics(value: Any) -> ValueError:
+    return ValueError(f"semantics must be 'replicas' or 'whole_batch', not {value!r}.")
+
+
+def not_yet(what: str) -> NotImplementedError:
+    return NotImplementedError(f"{what} is not implemented yet.")
+
+
+def other_strategy_scope(mine: Any, current: Any, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} was called under the scope of another strategy, {current!r}. Leave that scope, or use one strategy "
+        f"throughout; this one is {mine!r}."
+    )
+
+
+def inside_replica_function(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} was called inside a replica function. Call it outside strategy.run, or from a merge function given to "
+        "tf.distribute.get_replica_context().merge_call."
+    )
+
+
+def variable_of_other_strategy(name: str, owner: Any, mine: Any, what: str) -> RuntimeError:
+    made = "outside any strategy's scope" if owner is None else f"in the scope of {owner!r}"
+    return RuntimeError(
+        f"{what} got variable {name!r}, which was made {made}. Make the model and its optimizer inside "
+        f"`with strategy.scope():` of the strategy that runs them ({mine!r})."
+    )
+
+
+def varying_write(variable: str, function: str, operation: str, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"In replica function {function!r}, the replicas would write different values to variable {variable!r} "
+        f"({operation}{where}), which has one value for all of them. Reduce the value first "
+        "(tf.distribute.get_replica_context().all_reduce), or give the variable an aggregation "
+        "(tf.Variable(..., aggregation=tf.VariableAggregation.MEAN)), or synchronization=ON_READ to keep one value per "
+        "replica."
+    )
+
+
+def local_update(variable: str) -> RuntimeError:
+    return RuntimeError(
+        f"Variable {variable!r} has a value per replica. In cross-replica context it can be assigned "
+        "(assign, assign_add, assign_sub), which sets all replicas' values, but strategy.extended.update can run only "
+        "these on it."
+    )
+
+
+def scatter_on_local(variable: str, method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{method} on variable {variable!r}, which has a value per replica, is not supported: assign the whole value."
+    )
+
+
+def collective_in_branch(kind: str, function: str, graph: str, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"Replica function {function!r} calls {kind} inside a tf.cond or tf.while_loop ({graph}{where}). Replicas meet at "
+        "a collective, so all must get there: the engine cannot see that they do when the condition may differ between "
+        "replicas. Move the collective (often optimizer.apply_gradients) out of the branch, or select its input with "
+        "tf.where."
+    )
+
+
+def collective_in_function(kind: str, function: str, nested: str) -> RuntimeError:
+    return RuntimeError(
+        f"Replica function {function!r} calls {kind} inside the nested tf.function {nested!r} in eager mode, where each "
+        "replica runs that function to its end by itself. Decorate the function given to strategy.run, or the one that "
+        "calls strategy.run, with @tf.function."
+    )
+
+
+def different_number_of_collectives(finished: list[int], waiting: list[int]) -> RuntimeError:
+    return RuntimeError(
+        f"Replicas {finished} returned while replicas {waiting} wait at a collective (all_reduce, merge_call, an update "
+        "of a variable with aggregation). Every replica must reach the same collectives in the same order: do not put "
+        "one behind a condition that depends on the replica or on its data."
+    )
+
+
+def different_collectives(kinds: list[str]) -> RuntimeError:
+    return RuntimeError(
+        f"Replicas met at different collectives: {', '.join(kinds)} (replica 0 first). Every replica must reach the same "
+        "collectives in the same order."
+    )
+
+
+def different_structures(lengths: set[int]) -> RuntimeError:
+    return RuntimeError(f"Replicas returned sequences of different lengths: {sorted(lengths)}.")
+
+
+def cannot_add_uneven(rows: Any, num_replicas: int) -> ValueError:
+    return ValueError(
+        f"reduce('SUM', ..., axis=None) of a batch of {rows} rows over {num_replicas} replicas: their shares differ in "
+        "length and cannot be added elementwise. Use axis=0 to add all rows, or batch with drop_remainder=True."
+    )
+
+
+def cannot_add_composite(value: Any) -> TypeError:
+    return TypeError(f"reduce('SUM', ...) is not defined for {type(value).__name__} batches.")
+
+
+def not_batched(path: str, spec: Any, num_replicas: int) -> ValueError:
+    return ValueError(
+        f"The dataset's component {path} is {spec}, which has no batch dimension to split over {num_replicas} replicas. "
+        "Call dataset.batch(global_batch_size) first."
+    )
+
+
+def no_common_rows(counts: dict[str, int], num_replicas: int) -> ValueError:
+    return ValueError(
+        f"The dataset's components have different numbers of rows in one batch ({counts}); a batch is split over "
+        f"{num_replicas} replicas by rows, so all components need the same number."
+    )
+
+
+def cannot_place_per_replica() -> NotImplementedError:
+    return NotImplementedError(
+        "InputReplicationMode.PER_REPLICA is only supported in distribute_datasets_from_function."
+    )
+
+
+def next_in_replica_context() -> ValueError:
+    return ValueError(
+        "next(iterator) was called inside a replica function. A distributed iterator yields a global batch: take it "
+        "outside, and pass it in: strategy.run(replica_fn, args=(next(iterator),))."
+    )
+
+
+def reduce_mirrored_sum(name: str) -> ValueError:
+    return ValueError(
+        f"reduce('SUM', ...) of variable {name!r}, which has one value for all replicas, would be that value times the "
+        "number of replicas. Use 'MEAN', or read the variable."
+    )
+
+
+def integer_mean(name: str, dtype: Any) -> ValueError:
+    return ValueError(
+        f"Variable {name!r} has dtype {dtype} and aggregation MEAN: a mean of integers loses precision, so it cannot be "
+        "assigned in a replica function. Use a float dtype, another aggregation, or assign it in cross-replica context."
+    )
+
+
+def gather_slices() -> NotImplementedError:
+    return NotImplementedError("all_gather and gather do not support IndexedSlices: convert to a dense tensor first.")
+
+
+def different_number_of_variables(replica: int, name: Any) -> RuntimeError:
+    return RuntimeError(
+        f"Replica {replica} creates variable {name!r}, which replica 0 did not create. A variable made in a replica "
+        "function is one variable for all replicas, so each replica must make the same ones in the same order."
+    )

@@ -1,0 +1,280 @@
+"""tf.distribute's hooks (StrategyExtended): thin delegation to the engines, variables and values."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from microstrat import _context, _eager, _errors, _inputs, _lower, _tf, _trace, _values, _variables
+
+
+class MicroBatchExtended(_tf.StrategyExtended):
+    """Implementation of MicroBatchStrategy; see tf.distribute.StrategyExtended for what each hook means."""
+
+    def __init__(self, container_strategy: Any, num_replicas: int, device: str):
+        super().__init__(container_strategy)
+        self._number = num_replicas
+        self._device = _tf.canonicalize_device(device)
+        self._host = _tf.host_for_device(self._device)
+        # Nested tf.functions are shared by all replicas: they look their replica up when they run.
+        self._retrace_functions_for_each_device = False
+        self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._owners: dict[int, Any] = {}
+
+    # --- Running ------------------------------------------------------------------------------------------------------
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        strategy = self._container_strategy()
+        tracing = _context.current_tracing()
+        if tracing is not None and tracing.strategy is strategy:
+            return self._call_in_merge_function(tracing, fn, args, kwargs)
+        if _tf.is_tf_function(fn):
+            return self._around(fn)(*args, **kwargs)
+        if tf.executing_eagerly():
+            return _eager.run(strategy, fn, args, kwargs, self._device)
+        return _lower.lower(_trace.trace(strategy, fn, args, kwargs, self._device), strategy, self._device)
+
+    def _around(self, fn: Any) -> Any:
+        """`fn` with the loop over the replicas inside it, rather than around: a tf.function runs one replica only."""
+        if fn not in self._functions:
+            # A weak reference: the value of a WeakKeyDictionary must not keep its key alive.
+            python_function = fn.python_function
+            self._functions[fn] = _tf.clone_tf_function(
+                fn, lambda *args, **kwargs: self._call_for_each_replica(python_function, args, kwargs)
+            )
+        return self._functions[fn]
+
+    def _call_in_merge_function(
+        self, tracing: _context.Tracing, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """call_for_each_replica inside a merge function goes on with the same trace."""
+        depth, tracing.graph.cross_replica_depth = tracing.graph.cross_replica_depth, 0
+        try:
+            args, kwargs = _values.select_replica((tuple(args), kwargs), tracing.replica_id)
+            with _context.SymbolicReplicaContext(tracing):
+                result = fn(*args, **kwargs)
+        finally:
+            tracing.graph.cross_replica_depth = depth
+        return tf.nest.map_structure(tracing.symbolic, result)
+
+    # --- Variables ----------------------------------------------------------------------------------------------------
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        if _variables.creating_plain_variable():
+            kwargs.pop("distribute_strategy", None)
+            return next_creator(**kwargs)
+        colocate_with = kwargs.pop("colocate_with", None)
+        device = getattr(colocate_with, "device", None) if not isinstance(colocate_with, tf.Variable) else None
+        synchronization = kwargs.get("synchronization", tf.VariableSynchronization.AUTO)
+        if synchronization == tf.VariableSynchronization.NONE:
+            raise ValueError(
+                "`NONE` variable synchronization mode is not supported with tf.distribute strategy. Please change the "
+                f"`synchronization` for variable: {kwargs.get('name')}"
+            )
+        if synchronization not in (
+            tf.VariableSynchronization.AUTO,
+            tf.VariableSynchronization.ON_READ,
+            tf.VariableSynchronization.ON_WRITE,
+        ):
+            raise ValueError(
+                f"Invalid variable synchronization mode: {synchronization} for variable: {kwargs.get('name')}"
+            )
+        if not isinstance(kwargs.get("aggregation", tf.VariableAggregation.NONE), type(tf.VariableAggregation.NONE)):
+            raise ValueError(
+                f"Invalid variable aggregation mode: {kwargs['aggregation']} for variable: {kwargs.get('name')}"
+            )
+        aggregation = kwargs.get("aggregation", tf.VariableAggregation.NONE)
+        on_read = synchronization == tf.VariableSynchronization.ON_READ
+        kwargs["synchronization"] = synchronization if on_read else tf.VariableSynchronization.ON_WRITE
+        kwargs.pop("caching_device", None)
+        kwargs.pop("experimental_batch_initialization", None)
+        cls: Any = _variables.VirtualMirroredVariable
+        if on_read:
+            cls = _variables.VirtualSyncOnReadVariable
+            kwargs["initial_value"] = _variables.tile_initial_value(
+                kwargs["initial_value"], kwargs.get("dtype"), self._number
+            )
+            if kwargs.get("shape") is not None:
+                kwargs["shape"] = tf.TensorShape([self._number]).concatenate(kwargs["shape"])
+        with _context.outside_trace(), tf.device(device or self._device), _tf.stop_recording():
+            component = next_creator(**kwargs)
+        variable = cls(self._container_strategy(), (component,), aggregation)
+        self._owners[id(component.handle)] = weakref.ref(variable)
+        return variable
+
+    def register_rows(self, variable: Any) -> None:
+        """Notes that a variable has got a value per replica."""
+        self._owners[id(variable.rows.handle)] = weakref.ref(variable)
+
+    def owner_of(self, handle: tf.Tensor) -> Any:
+        """This strategy's variable behind a resource handle, or None."""
+        reference = self._owners.get(id(handle))
+        variable = reference() if reference is not None else None
+        if variable is None or (variable.handle is not handle and not variable.handle_is_rows(handle)):
+            return None
+        return variable
+
+    def _check_owned(self, variable: Any, what: str) -> None:
+        owner = getattr(variable, "distribute_strategy", None)
+        if owner is not self._container_strategy():
+            raise _errors.variable_of_other_strategy(
+                getattr(variable, "name", repr(variable)), owner, self._container_strategy(), what
+            )
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        self._check_owned(colocate_with_variable, "colocate_vars_with")
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        self._check_owned(var, "extended.update")
+        return self._update_once(lambda *a, **k: fn(self._component(var), *a, **k), args, kwargs, group)
+
+    def _component(self, var: Any) -> Any:
+        with _tf.UpdateContext(0):
+            return var._get_replica(0)  # noqa: SLF001 - this package's own class
+
+    def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        del colocate_with
+        return self._update_once(fn, args, kwargs, group)
+
+    def _update_once(self, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        """All replicas share the variable, so an update runs once; varying arguments stay varying and are refused later."""
+        args, kwargs = _values.select_replica((tuple(args), kwargs), 0)
+        with tf.device(self._device), _tf.UpdateContext(0):
+            result = fn(*args, **kwargs)
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        return tf.distribute.get_replica_context().all_reduce(reduce_op, value, options)
+
+    def read_var(self, replica_local_var: Any) -> tf.Tensor:
+        return replica_local_var._get_cross_replica()  # noqa: SLF001 - this package's own class
+
+    def value_container(self, value: Any) -> Any:
+        if isinstance(value, _tf.DistributedVariable) or not isinstance(value, _tf.ResourceVariable):
+            return value
+        return self.owner_of(value.handle) or value
+
+    # --- Values -------------------------------------------------------------------------------------------------------
+    def _local_results(self, val: Any) -> tuple[Any, ...]:
+        if isinstance(val, tf.distribute.DistributedValues):
+            return val.values if isinstance(val, _tf.DistributedVariable) else val._values  # noqa: SLF001
+        if isinstance(val, _tf.ResourceVariable):
+            return (val,)
+        if tf.nest.is_nested(val):
+            return tuple(_values.select_replica(val, replica) for replica in range(self._number))
+        return (val,) * self._number
+
+    def _reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+        return self._reduce_to(reduce_op, value, self._device, None)
+
+    def _reduce_to(self, reduce_op: tf.distribute.ReduceOp, value: Any, destinations: Any, options: Any) -> Any:
+        del destinations, options
+        return tf.nest.map_structure(lambda part: self._reduce_one(reduce_op, part), value)
+
+    def _reduce_one(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+        is_sum = reduce_op == tf.distribute.ReduceOp.SUM
+        if isinstance(value, _values.Symbolic):
+            tracing = _context.current_tracing()
+            assert tracing is not None
+            return tracing.reduce(reduce_op, value.value)
+        if isinstance(value, _tf.DistributedVariable):
+            if isinstance(value, _variables.VirtualMirroredVariable):
+                if is_sum:
+                    raise _errors.reduce_mirrored_sum(value.name)
+                return value._get_cross_replica()  # noqa: SLF001 - this package's own class
+            total = tf.reduce_sum(value.rows.read_value(), axis=0)
+            return total if is_sum else total / self._number
+        if isinstance(value, tf.distribute.DistributedValues):
+            per_replica = value if isinstance(value, _values.PerReplica) else _values.Separate(value._values)  # noqa: SLF001
+            with tf.device(self._host if isinstance(value, _values.BatchRows) else None):
+                return per_replica.reduce_sum() if is_sum else per_replica.reduce_mean()
+        if value is None or not is_sum:
+            return value
+        return _values.scale_by_replicas(value, self._number)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        del destinations, options
+        if isinstance(value, _values.Symbolic):
+            if isinstance(value.value, tf.IndexedSlices):
+                raise _errors.gather_slices()
+            tracing = _context.current_tracing()
+            assert tracing is not None
+            return tracing.collect(_context.Collective("concat", axis), tf.convert_to_tensor(value.value))
+        if isinstance(value, tf.distribute.DistributedValues):
+            parts = self._local_results(value)
+            if any(isinstance(part, tf.IndexedSlices) for part in parts):
+                raise _errors.gather_slices()
+            return tf.concat(list(parts), axis)
+        return value
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        del destinations
+        return tensor
+
+    # --- Inputs -------------------------------------------------------------------------------------------------------
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        return _inputs.distribute_dataset(self._container_strategy(), dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        return _inputs.distribute_from_function(self._container_strategy(), dataset_fn, options)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        contexts = [tf.distribute.experimental.ValueContext(replica, self._number) for replica in range(self._number)]
+        values = [value_fn(context) for context in contexts]
+        return values[0] if self._number == 1 else _values.Separate(values)
+
+    def _experimental_make_numpy_dataset(self, numpy_input: Any, session: Any) -> tf.data.Dataset:
+        del session
+        return tf.data.Dataset.from_tensor_slices(numpy_input)
+
+    # --- Facts --------------------------------------------------------------------------------------------------------
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._number
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The one device, N times: TensorFlow's helpers take the length for the number of replicas."""
+        return (self._device,) * self._number
+
+    @property
+    def worker_devices_by_replica(self) -> list[list[str]]:
+        return [[self._device] for _ in range(self._number)]
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return (self._device,)
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        del var_list
+        return (self._device,)
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
+        return replica_id_in_sync_group
+
+    def _get_replica_id_in_sync_group(self, replica_id: Any) -> Any:
+        return replica_id
+
+    def _in_multi_worker_mode(self) -> bool:
+        return False
+
+    def _configure(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def _update_config_proto(self, config_proto: Any) -> Any:
+        updated = copy.deepcopy(config_proto)
+        updated.isolate_session_state = True
+        return updated
+
+    experimental_between_graph = property(lambda self: False)
+    experimental_should_init = property(lambda self: True)
+    should_checkpoint = property(lambda self: True)
+    should_save_summary = property(lambda self: True)
+    _global_batch_size = property(lambda self: True)
+    _support_per_replica_values = property(lambda self: True)
+    _num_gpus_per_worker = property(lambda self: int("GPU" in self._device))

@@ -1,0 +1,268 @@
+"""Distributed datasets: they hand out whole global batches, which the replicas cut their rows from.
+
+tf.distribute's own datasets rebatch and copy every batch to N devices. Here the batch stays one tensor on the host, as
+the user's pipeline made it, and a micro-batch goes to the device when its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from microstrat import _errors, _tf, _values
+
+_PLAIN_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+
+
+def _wrap(num_replicas: int, element: Any) -> Any:
+    """One global batch as per-replica values; None and other non-tensors stay. One replica gets plain tensors."""
+    if num_replicas == 1:
+        return element
+    rows: dict[str, int] = {}
+    wrapped = []
+    for path, value in _tf.flatten_with_paths(element):
+        if isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
+            count = _values.static_rows(value)
+            if count is not None:
+                rows[_path_name(path)] = count
+            value = _values.BatchRows(num_replicas, value)
+        wrapped.append(value)
+    if len(set(rows.values())) > 1:
+        raise _errors.no_common_rows(rows, num_replicas)
+    return tf.nest.pack_sequence_as(element, wrapped)
+
+
+def _path_name(path: Sequence[Any]) -> str:
+    return "/".join(str(part) for part in path) or "batch"
+
+
+def _wrap_spec(num_replicas: int, element_spec: Any) -> Any:
+    if num_replicas == 1:
+        return element_spec
+    return tf.nest.map_structure(
+        lambda spec: _values.PerReplicaSpec("rows", num_replicas, spec) if isinstance(spec, _PLAIN_SPECS) else spec,
+        element_spec,
+    )
+
+
+class VirtualDistributedIterator(tf.__internal__.CompositeTensor, _tf.DistributedIteratorInterface):
+    """Iterator over global batches: a tf.distribute.DistributedIterator."""
+
+    def __init__(self, strategy: Any, source: Any):
+        self._strategy = strategy
+        self._source = source
+
+    @property
+    def _type_spec(self) -> VirtualDistributedIteratorSpec:
+        return VirtualDistributedIteratorSpec(self._strategy, tf.type_spec_from_value(self._source))
+
+    @property
+    def element_spec(self) -> Any:
+        """Specs of what the iterator yields."""
+        return _wrap_spec(self._strategy.num_replicas_in_sync, self._source.element_spec)
+
+    def __iter__(self) -> VirtualDistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def next(self) -> Any:
+        return self.__next__()
+
+    def get_next(self, name: Any = None) -> Any:
+        """The next global batch, as per-replica values."""
+        del name
+        if _tf.get_replica_context_of(self._strategy) is not None:
+            raise _errors.next_in_replica_context()
+        return _wrap(self._strategy.num_replicas_in_sync, self._source.get_next())
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        """The next global batch as a tf.experimental.Optional, empty at the end."""
+        # A per-replica batch has the flat tensors of the batch itself, so an Optional of one is an Optional of the other.
+        return _tf.optional_with_spec(self._source.get_next_as_optional(), self.element_spec)
+
+
+class _DistributedInputSpec(tf.TypeSpec):
+    """What the types of distributed iterators and datasets share: the strategy, and the tf.data type inside."""
+
+    __slots__ = ["_source", "_strategy"]
+
+    def __init__(self, strategy: Any, source: Any):
+        self._strategy = strategy
+        self._source = source
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return (id(self._strategy), self._source)
+
+    @property
+    def _component_specs(self) -> Any:
+        return self._source
+
+    def _to_components(self, value: Any) -> Any:
+        return value._source  # noqa: SLF001 - this module's own classes
+
+    def _from_components(self, components: Any) -> Any:
+        return self.value_type(self._strategy, components)
+
+    def is_subtype_of(self, other: Any) -> bool:
+        return (
+            type(self) is type(other)
+            and self._strategy is other._strategy
+            and self._source.is_subtype_of(other._source)
+        )
+
+    def most_specific_common_supertype(self, others: Any) -> Any:
+        if any(type(other) is not type(self) or other._strategy is not self._strategy for other in others):
+            return None
+        common = self._source.most_specific_common_supertype([other._source for other in others])
+        return None if common is None else type(self)(self._strategy, common)
+
+
+class VirtualDistributedIteratorSpec(_DistributedInputSpec):
+    """Type of a distributed iterator."""
+
+    __slots__: Sequence[str] = []
+    value_type = property(lambda self: VirtualDistributedIterator)
+
+
+class VirtualDistributedDataset(tf.__internal__.CompositeTensor, _tf.DistributedDatasetInterface):
+    """A tf.distribute.DistributedDataset whose elements are global batches, held as per-replica values.
+
+    Replica r of N gets rows r·c … (r+1)·c of a batch of B rows, c = ceil(B / N), as tf.distribute splits it; the last
+    replicas of a short batch get fewer rows, or none.
+    """
+
+    def __init__(self, strategy: Any, source: Any):
+        self._strategy = strategy
+        self._source = source
+        num_replicas = strategy.num_replicas_in_sync
+        for path, spec in _tf.flatten_with_paths(source.element_spec) if num_replicas > 1 else ():
+            if isinstance(spec, _PLAIN_SPECS) and spec.shape.rank == 0:
+                raise _errors.not_batched(_path_name(path), spec, num_replicas)
+
+    @property
+    def _type_spec(self) -> VirtualDistributedDatasetSpec:
+        return VirtualDistributedDatasetSpec(self._strategy, tf.type_spec_from_value(self._source))
+
+    @property
+    def element_spec(self) -> Any:
+        """Specs of the elements."""
+        return _wrap_spec(self._strategy.num_replicas_in_sync, self._source.element_spec)
+
+    @property
+    def cardinality(self) -> Any:
+        """Number of global batches, as tf.data tells it."""
+        return self._source.cardinality()
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __iter__(self) -> VirtualDistributedIterator:
+        return VirtualDistributedIterator(self._strategy, iter(self._source))
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Folds over the global batches; what AutoGraph makes of `for x in dataset` inside a tf.function."""
+        iterator = iter(self)
+
+        def body(optional: Any, state: Any) -> Any:
+            state = reduce_func(state, optional.get_value())
+            return iterator.get_next_as_optional(), state
+
+        first = iterator.get_next_as_optional()
+        _, state = _tf.while_loop_same_structure(
+            lambda optional, _: optional.has_value(), body, [first, initial_state]
+        )
+        return state
+
+
+class VirtualDistributedDatasetSpec(_DistributedInputSpec):
+    """Type of a distributed dataset."""
+
+    __slots__: Sequence[str] = []
+    value_type = property(lambda self: VirtualDistributedDataset)
+
+
+def distribute_dataset(strategy: Any, dataset: tf.data.Dataset, options: Any) -> VirtualDistributedDataset:
+    """A dataset of global batches, each split over the replicas."""
+    if _replication_mode(options) is tf.distribute.InputReplicationMode.PER_REPLICA:
+        raise _errors.cannot_place_per_replica()
+    return VirtualDistributedDataset(strategy, dataset)
+
+
+def distribute_from_function(
+    strategy: Any, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any
+) -> VirtualDistributedDataset:
+    """A dataset made of per-replica batches: N consecutive elements of one pipeline make a step, as in tf.distribute.
+
+    With InputReplicationMode.PER_REPLICA, every replica has a pipeline of its own. Replicas that get no element at the end
+    get an empty batch.
+    """
+    num_replicas = strategy.num_replicas_in_sync
+    per_replica = _replication_mode(options) is tf.distribute.InputReplicationMode.PER_REPLICA
+    pipelines = num_replicas if per_replica else 1
+    datasets = [
+        dataset_fn(
+            tf.distribute.InputContext(
+                num_input_pipelines=pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=num_replicas
+            )
+        )
+        for pipeline in range(pipelines)
+    ]
+    if num_replicas == 1:
+        return VirtualDistributedDataset(strategy, datasets[0])
+    if per_replica:
+        zipped = tf.data.Dataset.zip(tuple(datasets))
+        return VirtualDistributedDataset(
+            strategy,
+            zipped.map(
+                lambda *elements: tf.nest.map_structure(lambda *parts: _values.Separate(parts), *elements),
+                name="replicas",
+            ),
+        )
+    (dataset,) = datasets
+    specs = tf.nest.flatten(dataset.element_spec)
+    simple = all(
+        isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[1:].is_fully_defined() for spec in specs
+    )
+    static = simple and all(spec.shape.is_fully_defined() for spec in specs)
+    groups = dataset.batch(num_replicas) if static or not simple else dataset.ragged_batch(num_replicas)
+    return VirtualDistributedDataset(
+        strategy, groups.map(lambda *group: _as_replicas(num_replicas, group if len(group) > 1 else group[0]))
+    )
+
+
+def _as_replicas(num_replicas: int, group: Any) -> Any:
+    def convert(value: Any) -> Any:
+        if isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1 and value.flat_values.shape.rank:
+            return _values.Concatenated(num_replicas, value.values, _pad(value.row_lengths(), num_replicas))
+        if isinstance(value, tf.Tensor):
+            lengths = tf.repeat(tf.shape(value, tf.int64)[1], tf.shape(value)[0])
+            flat = tf.reshape(value, tf.concat([[-1], tf.shape(value)[2:]], 0))
+            flat.set_shape([None, *value.shape[2:]])
+            return _values.Concatenated(num_replicas, flat, _pad(lengths, num_replicas))
+        return _values.Separate([_pick(value, replica) for replica in range(num_replicas)])
+
+    return tf.nest.map_structure(convert, group)
+
+
+def _pad(lengths: tf.Tensor, num_replicas: int) -> tf.Tensor:
+    lengths = tf.pad(lengths, [[0, num_replicas - tf.shape(lengths)[0]]])
+    return tf.ensure_shape(lengths, [num_replicas])
+
+
+def _pick(group: Any, replica: int) -> Any:
+    """One replica's ragged or sparse batch out of a group of them; empty if the group is short."""
+    if isinstance(group, tf.RaggedTensor):
+        return group[replica : replica + 1].merge_dims(0, 1)
+    rows = _values.cut_rows(group, replica, replica + 1)
+    return tf.sparse.reshape(rows, tf.concat([[-1], group.dense_shape[2:]], 0))
+
+
+def _replication_mode(options: Any) -> Any:
+    return options.experimental_replication_mode if options is not None else None

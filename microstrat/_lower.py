@@ -1,0 +1,490 @@
+"""From a trace to what runs: every stage becomes one function, cut out of the trace in one piece.
+
+A uniform stage is called once. A loop stage is the body of one While over the replicas; what its collectives need is
+added to the trace first, as ordinary operations around the user's own:
+
+    sum     an accumulator that the loop carries
+    first   an accumulator that the first replica sets
+    concat  a tensor list, joined after the loop; also for values that are returned, or that a later loop reads
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from microstrat import _plan, _tf, _trace, _values
+
+_counter = itertools.count()
+_last = threading.local()
+
+Key = tuple[int, int]  # (node id, output index): one tensor of the trace
+
+
+@dataclasses.dataclass(slots=True)
+class Lowered:
+    """What became of the last replica function on this thread; for structure tests and `explain`."""
+
+    plan: _plan.Plan
+    num_operations: int
+
+
+def last_lowered() -> Lowered | None:
+    return getattr(_last, "lowered", None)
+
+
+def lower(trace: _trace.Trace, strategy: Any, device: str) -> Any:
+    """Emits a trace into the current graph and returns the replica function's result."""
+    owner_of = strategy.extended.owner_of
+    graph = _trace.to_graph(trace, owner_of)
+    num_replicas = strategy.num_replicas_in_sync
+    if num_replicas == 1:
+        varying = [False] * len(graph.nodes)
+    else:
+        varying = _plan.find_varying(graph.nodes)
+        _trace.refuse_varying_writes(graph, varying, trace, owner_of)
+    emitter = _Emitter(trace, graph, num_replicas, device)
+    emitter.settle_uniform_collectives(varying)
+    varying += [False] * (len(graph.nodes) - len(varying))
+    plan = _plan.plan(graph.nodes, varying)
+    result = emitter.emit(plan, varying)
+    _last.lowered = Lowered(plan, len(graph.operations))
+    return result
+
+
+@dataclasses.dataclass(slots=True)
+class _LoopVariable:
+    """One value that a loop carries: where it enters the body, where it starts, where it leaves the body."""
+
+    inner: tf.Tensor
+    start: tf.Tensor
+    after: tf.Tensor
+    shape: tf.TensorShape
+
+
+class _Emitter:
+    def __init__(self, trace: _trace.Trace, graph: _trace.Graph, num_replicas: int, device: str):
+        self.trace = trace
+        self.tracing = trace.tracing
+        self.inner = trace.tracing.graph
+        self.outer = tf.compat.v1.get_default_graph()
+        self.graph = graph
+        self.num_replicas = num_replicas
+        self.device = device
+        self.replica_id = trace.tracing.replica_id
+        self.name = f"{trace.tracing.function_name}_{next(_counter)}"
+        self.replaced: dict[Key, tf.Tensor] = {}
+        # Tensors of the trace that exist in the outer graph by now, and tensor lists of those that vary.
+        self.env: dict[Key, tf.Tensor] = {}
+        self.lists: dict[Key, tf.Tensor] = {}
+        self.previous: list[tf.Operation] = []
+
+    def key(self, tensor: tf.Tensor) -> Key:
+        return self.graph.ids[tensor.op], tensor.value_index
+
+    def tensor(self, key: Key) -> tf.Tensor:
+        return self.graph.operations[key[0]].outputs[key[1]]
+
+    # --- Collectives over uniform values ------------------------------------------------------------------------------
+    def settle_uniform_collectives(self, varying: Sequence[bool]) -> None:
+        """Replaces collectives whose source is the same in all replicas: no loop is needed to know their result."""
+        for marker, collective in self.tracing.collectives.items():
+            (source,) = marker.inputs
+            if varying[self.graph.ids[source.op]]:
+                continue
+            before = len(self.inner.get_operations())
+            with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
+                result = self._uniform_result(collective.kind, collective.axis, source)
+            self._adopt(before)
+            marker_id = self.graph.ids[marker]
+            readers = marker.outputs[0].consumers()
+            _tf.replace_tensor(marker.outputs[0], result)
+            for reader in readers:
+                index = self.graph.ids[reader]
+                inputs = tuple(self.graph.ids[tensor.op] for tensor in reader.inputs)
+                self.graph.nodes[index] = dataclasses.replace(self.graph.nodes[index], inputs=inputs)
+            self.replaced[marker_id, 0] = result
+            node = self.graph.nodes[marker_id]
+            if node.required:
+                self.graph.nodes[marker_id] = dataclasses.replace(node, required=False)
+                result_id = self.graph.ids[result.op]
+                self.graph.nodes[result_id] = dataclasses.replace(self.graph.nodes[result_id], required=True)
+
+    def _uniform_result(self, kind: str, axis: int, source: tf.Tensor) -> tf.Tensor:
+        if self.num_replicas == 1 or kind == "first":
+            return source
+        if kind == "sum":
+            return source * tf.cast(self.num_replicas, source.dtype)
+        return tf.concat([source] * self.num_replicas, axis)
+
+    def _adopt(self, before: int) -> list[tf.Operation]:
+        """Makes operations added to the trace since `before` known to the plan."""
+        added = list(itertools.islice(self.inner.get_operations(), before, None))
+        for op in added:
+            self.graph.ids[op] = len(self.graph.operations)
+            self.graph.operations.append(op)
+            self.graph.nodes.append(_plan.Node(tuple(self.graph.ids[tensor.op] for tensor in op.inputs)))
+        return added
+
+    # --- Emission -----------------------------------------------------------------------------------------------------
+    def emit(self, plan: _plan.Plan, varying: Sequence[bool]) -> Any:
+        self.plan = plan
+        self.varying = varying
+        self.sets = [frozenset(stage.nodes) | frozenset(stage.copies) for stage in plan.stages]
+        self._keep_ordering_within_stages()
+        for function in _tf.functions(self.inner).values():
+            _tf.add_function(self.outer, function)
+        self.captured = {self.key(inner): outer for outer, inner in _tf.captures(self.inner)}
+        leaves = [
+            self.replaced.get(self.key(leaf), leaf) if self._is_inner(leaf) else leaf for leaf in self.trace.leaves
+        ]
+        wanted = self._wanted_keys(leaves)
+        # The replica id alone needs a loop to be returned, though no operation does.
+        stacked = {self.key(leaf) for leaf in leaves if self._is_inner(leaf) and self._varies(leaf)}
+        if stacked and len(self.sets) < 2:
+            self.sets.append(frozenset())
+            wanted.append([])
+        with tf.device(None):
+            for index in range(len(self.sets)):
+                if index % 2:
+                    self._emit_loop(index, wanted[index], stacked)
+                elif self.sets[index]:
+                    self._emit_uniform(index, wanted[index])
+            return self._result(leaves)
+
+    def _is_inner(self, value: Any) -> bool:
+        return isinstance(value, tf.Tensor) and getattr(value, "graph", None) is self.inner
+
+    def _varies(self, tensor: tf.Tensor) -> bool:
+        return self.varying[self.graph.ids[tensor.op]]
+
+    def _keep_ordering_within_stages(self) -> None:
+        """Drops control edges that leave a stage: the stages themselves are in order."""
+        for index, members in enumerate(self.sets):
+            copies = frozenset(self.plan.stages[index].copies)
+            for node in members:
+                op = self.graph.operations[node]
+                if not op.control_inputs:
+                    continue
+                kept = [
+                    before
+                    for before in op.control_inputs
+                    if node not in copies and self.graph.ids[before] in members and not self._is_copied(node)
+                ]
+                if len(kept) != len(op.control_inputs):
+                    _tf.set_control_inputs(op, kept)
+
+    def _is_copied(self, node: int) -> bool:
+        if not hasattr(self, "_copied"):
+            self._copied = frozenset(itertools.chain.from_iterable(stage.copies for stage in self.plan.stages))
+        return node in self._copied
+
+    def _external_keys(self, stage: int) -> list[Key]:
+        """Tensors that a stage's operations read and do not compute, arguments included; in a fixed order."""
+        members = self.sets[stage]
+        found: dict[Key, None] = {}
+        for node in sorted(members):
+            for tensor in self.graph.operations[node].inputs:
+                key = self.key(tensor)
+                if key[0] not in members:
+                    found[key] = None
+        return list(found)
+
+    def _wanted_keys(self, leaves: Iterable[Any]) -> list[list[Key]]:
+        """For every stage, its tensors that later stages or the caller read."""
+        wanted: list[dict[Key, None]] = [{} for _ in self.sets]
+
+        def want(key: Key) -> None:
+            if not self.graph.nodes[key[0]].argument and not self.graph.nodes[key[0]].collective:
+                wanted[self.plan.stage[key[0]]][key] = None
+
+        for stage in range(len(self.sets)):
+            for key in self._external_keys(stage):
+                want(key)
+        for leaf in leaves:
+            if self._is_inner(leaf) and not self._varies(leaf):
+                want(self.key(leaf))
+        return [list(keys) for keys in wanted]
+
+    def _must_run(self, stage: int) -> list[tf.Operation]:
+        return [
+            self.graph.operations[node]
+            for node in self.sets[stage]
+            if self.graph.nodes[node].effect and self.graph.nodes[node].required
+        ]
+
+    def _outside(self, key: Key) -> tf.Tensor:
+        """A uniform tensor of the trace, in the outer graph."""
+        if key[0] == self.graph.ids[self.replica_id.op]:
+            return tf.constant(0)  # only with a single replica
+        return self.env[key] if key in self.env else self.captured[key]
+
+    def _function(self, suffix: str, operations: Any, inputs: Any, outputs: Any, control: Any = ()) -> str:
+        name = f"microstrat_{self.name}_{suffix}"
+        _tf.add_function(
+            self.outer, _tf.graph_to_function(name, self.inner, operations, inputs, outputs, control)
+        )
+        return name
+
+    def _read_only(self, op: tf.Operation, inputs: Sequence[tf.Tensor], stage: int) -> None:
+        """Marks the resources that a stage only reads, so that it need not wait for other readers."""
+        outer_of = {id(inner): outer for outer, inner in self.inner.captures}
+        written = {
+            resource for node in self.sets[stage] for resource in self.graph.nodes[node].writes
+        }
+        indices = [
+            index
+            for index, tensor in enumerate(inputs)
+            if tensor.dtype == tf.resource and _trace.resource_of(tensor, outer_of) not in written
+        ]
+        _tf.set_read_only_resources(op, indices)
+
+    def _emit_uniform(self, stage: int, wanted: list[Key]) -> None:
+        operations = [self.graph.operations[node] for node in sorted(self.sets[stage])]
+        keys = self._external_keys(stage)
+        inputs = [self.tensor(key) for key in keys]
+        outputs = [self.tensor(key) for key in wanted]
+        name = self._function(f"stage_{stage}", operations, inputs, outputs, self._must_run(stage))
+        with tf.control_dependencies(self.previous):
+            results = tf.raw_ops.StatefulPartitionedCall(
+                args=[self._outside(key) for key in keys], Tout=[tensor.dtype for tensor in outputs], f=name
+            )
+        op = results[0].op if outputs else results
+        self._read_only(op, inputs, stage)
+        self.previous = [op]
+        for key, inner, result in zip(wanted, outputs, results if outputs else (), strict=True):
+            result.set_shape(inner.shape)
+            self.env[key] = result
+
+    def _emit_loop(self, stage: int, wanted: list[Key], stacked: set[Key]) -> None:
+        markers = [self.graph.operations[node] for node in self.plan.collectives.get(stage, ())]
+        here = [key for key in stacked if self._home_loop(key) == stage]
+        kept = list(dict.fromkeys([key for key in wanted if self.varying[key[0]]] + here))
+        if not self.sets[stage] and not markers and not kept:
+            return
+        self.results: list[Callable[[tf.Tensor], None]] = []
+        variables: list[_LoopVariable] = []
+        before = len(self.inner.get_operations())
+        with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
+            one = tf.constant(1)
+            variables.append(
+                _LoopVariable(self.replica_id, self._const(0), self.replica_id + one, tf.TensorShape([]))
+            )
+            condition = self.replica_id < self.num_replicas
+            self.results.append(lambda _: None)
+            for marker in markers:
+                variables.append(self._collective_variable(marker))
+            for key in kept:
+                variables.append(self._list_variable(key))
+            invariants = self._invariants(stage)
+        glue = list(itertools.islice(self.inner.get_operations(), before, None))
+        glue = [op for op in glue if op.type != "Placeholder"]
+        inputs = [variable.inner for variable in variables] + [inner for inner, _ in invariants]
+        outputs = [variable.after for variable in variables] + [inner for inner, _ in invariants]
+        test = {condition.op, *(tensor.op for tensor in condition.op.inputs)} - {self.replica_id.op}
+        body = [self.graph.operations[node] for node in sorted(self.sets[stage])] + [op for op in glue if op not in test]
+        body_name = self._function(f"stage_{stage}_body", body, inputs, outputs, self._must_run(stage))
+        test_name = self._function(f"stage_{stage}_test", list(test), inputs, [condition])
+        starts = [variable.start for variable in variables] + [outer for _, outer in invariants]
+        with tf.control_dependencies(self.previous):
+            results = tf.raw_ops.While(
+                input=starts,
+                cond=test_name,
+                body=body_name,
+                output_shapes=[variable.shape for variable in variables] + [outer.shape for _, outer in invariants],
+                parallel_iterations=1,
+                name=f"{self.tracing.function_name}_replicas",
+            )
+        op = results[0].op
+        _tf.set_lowering(op)
+        _tf.set_loop_attributes(op, len(results))
+        self._read_only(op, inputs, stage)
+        self.previous = [op]
+        for finish, result in zip(self.results, results[: len(variables)], strict=True):
+            finish(result)
+
+    def _home_loop(self, key: Key) -> int:
+        """The loop that computes a varying tensor; the replica id and other arguments exist in every loop."""
+        if self.graph.nodes[key[0]].argument:
+            return 1
+        return self.plan.stage[key[0]]
+
+    def _const(self, value: Any) -> tf.Tensor:
+        with self.outer.as_default():
+            return tf.constant(value)
+
+    def _collective_variable(self, marker: tf.Operation) -> _LoopVariable:
+        collective = self.tracing.collectives[marker]
+        (source,) = marker.inputs
+        key = self.key(marker.outputs[0])
+        if collective.kind == "concat":
+            return self._concat_variable(source, collective.axis, marker.outputs[0].shape, key)
+        shape = source.shape
+        accumulator = tf.compat.v1.placeholder(source.dtype, shape if shape.is_fully_defined() else None)
+        if collective.kind == "sum":
+            after = accumulator + source
+        else:
+            after = tf.raw_ops.SelectV2(condition=tf.equal(self.replica_id, 0), t=source, e=accumulator)
+        with self.outer.as_default():
+            # A scalar start suits any shape: the first sum or choice broadcasts it.
+            start = tf.zeros(shape if shape.is_fully_defined() else [], source.dtype)
+
+        def finish(result: tf.Tensor) -> None:
+            result.set_shape(marker.outputs[0].shape)
+            self.env[key] = result
+
+        self.results.append(finish)
+        return _LoopVariable(accumulator, start, after, shape if shape.is_fully_defined() else tf.TensorShape(None))
+
+    def _concat_variable(self, source: tf.Tensor, axis: int, shape: tf.TensorShape, key: Key) -> _LoopVariable:
+        rank = source.shape.rank
+        if axis < 0:
+            axis += rank
+        order = [axis, *(dim for dim in range(rank or 0) if dim != axis)]
+        moved = tf.transpose(source, order) if axis else source
+        variable = self._new_list(moved)
+
+        def finish(result: tf.Tensor) -> None:
+            joined = self._join(result, moved.dtype, moved.shape)
+            if axis:
+                joined = tf.transpose(joined, [order.index(dim) for dim in range(len(order))])
+            joined.set_shape(shape)
+            self.env[key] = joined
+
+        self.results.append(finish)
+        return variable
+
+    def _list_variable(self, key: Key) -> _LoopVariable:
+        def finish(result: tf.Tensor) -> None:
+            self.lists[key] = result
+
+        self.results.append(finish)
+        return self._new_list(self.tensor(key))
+
+    def _new_list(self, element: tf.Tensor) -> _LoopVariable:
+        handle = tf.compat.v1.placeholder(tf.variant, [])
+        after = tf.raw_ops.TensorListSetItem(input_handle=handle, index=self.replica_id, item=element)
+        with self.outer.as_default():
+            start = tf.raw_ops.TensorListReserve(
+                element_shape=_shape_tensor(element.shape),
+                num_elements=self.num_replicas,
+                element_dtype=element.dtype,
+            )
+        return _LoopVariable(handle, start, after, tf.TensorShape([]))
+
+    def _join(self, handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+        """The elements of a tensor list, concatenated along their first axis."""
+        if shape.is_fully_defined():
+            stacked = self._stack(handle, dtype, shape)
+            return tf.reshape(stacked, [self.num_replicas * shape[0], *shape[1:]])
+        return tf.raw_ops.TensorListConcatV2(
+            input_handle=handle,
+            element_shape=_shape_tensor(tf.TensorShape([None, *shape[1:]]) if shape.rank else shape),
+            leading_dims=tf.constant([], tf.int64),
+            element_dtype=dtype,
+        ).tensor
+
+    def _stack(self, handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+        stacked = tf.raw_ops.TensorListStack(
+            input_handle=handle,
+            element_shape=_shape_tensor(shape),
+            element_dtype=dtype,
+            num_elements=self.num_replicas,
+        )
+        stacked.set_shape([self.num_replicas, *shape])
+        return stacked
+
+    def _invariants(self, stage: int) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """What a loop reads and does not change: (in the trace, in the outer graph). Carried values come as lists."""
+        found: list[tuple[tf.Tensor, tf.Tensor]] = []
+        for key in self._external_keys(stage):
+            if key[0] == self.graph.ids[self.replica_id.op]:
+                continue
+            if key in self.lists:
+                handle = tf.compat.v1.placeholder(tf.variant, [])
+                carried = self.tensor(key)
+                item = tf.raw_ops.TensorListGetItem(
+                    input_handle=handle,
+                    index=self.replica_id,
+                    element_shape=_shape_tensor(carried.shape),
+                    element_dtype=carried.dtype,
+                )
+                item.set_shape(carried.shape)
+                for node in self.sets[stage]:
+                    op = self.graph.operations[node]
+                    for index, tensor in enumerate(op.inputs):
+                        if self.key(tensor) == key:
+                            _tf.update_input(op, index, item)
+                found.append((handle, self.lists[key]))
+            else:
+                found.append((self.tensor(key), self._outside(key)))
+        return found
+
+    # --- Results ------------------------------------------------------------------------------------------------------
+    def _result(self, leaves: Sequence[Any]) -> Any:
+        remaining = iter(leaves)
+
+        def build(value: Any) -> Any:
+            parts = [next(remaining) for _ in tf.nest.flatten(value, expand_composites=True)]
+            return self._value(value, parts)
+
+        return tf.nest.map_structure(build, self.trace.structure)
+
+    def _value(self, value: Any, parts: list[Any]) -> Any:
+        """One returned value, in the outer graph."""
+        if not any(self._is_inner(part) for part in parts):
+            return value
+        if all(not self._is_inner(part) or not self._varies(part) for part in parts):
+            outer = [self._outside(self.key(part)) if self._is_inner(part) else part for part in parts]
+            one = outer[0] if isinstance(value, tf.Tensor) else tf.nest.pack_sequence_as(value, outer, expand_composites=True)
+            return one if self.num_replicas == 1 else _values.Uniform(self.num_replicas, one)
+        if not isinstance(value, tf.Tensor):
+            columns = [self._separate(part) for part in parts]
+            rows = zip(*columns, strict=True)
+            return _values.Separate(
+                [tf.nest.pack_sequence_as(value, list(row), expand_composites=True) for row in rows]
+            )
+        (part,) = parts
+        key, shape = self.key(part), part.shape
+        if shape.is_fully_defined():
+            return _values.Stacked(self.num_replicas, self._stack(self.lists[key], part.dtype, shape))
+        if shape.rank and shape[1:].is_fully_defined():
+            joined = tf.raw_ops.TensorListConcatV2(
+                input_handle=self.lists[key],
+                element_shape=_shape_tensor(tf.TensorShape([None, *shape[1:]])),
+                leading_dims=tf.constant([], tf.int64),
+                element_dtype=part.dtype,
+            )
+            flat = joined.tensor
+            flat.set_shape([None, *shape[1:]])
+            lengths = tf.ensure_shape(joined.lengths, [self.num_replicas])
+            return _values.Concatenated(self.num_replicas, flat, lengths)
+        return _values.Separate(self._separate(part))
+
+    def _separate(self, part: Any) -> list[Any]:
+        if not self._is_inner(part):
+            return [part] * self.num_replicas
+        if not self._varies(part):
+            return [self._outside(self.key(part))] * self.num_replicas
+        items = []
+        for replica in range(self.num_replicas):
+            item = tf.raw_ops.TensorListGetItem(
+                input_handle=self.lists[self.key(part)],
+                index=replica,
+                element_shape=_shape_tensor(part.shape),
+                element_dtype=part.dtype,
+            )
+            item.set_shape(part.shape)
+            items.append(item)
+        return items
+
+
+def _shape_tensor(shape: tf.TensorShape) -> tf.Tensor:
+    if shape.rank is None:
+        return tf.constant(-1)
+    return tf.constant([-1 if size is None else size for size in shape], tf.int32)

@@ -1,0 +1,377 @@
+"""The boundary to TensorFlow: the only module that touches its private names.
+
+Public TensorFlow offers no way to subclass a strategy's internals, to cut a traced graph into functions, or to rewire
+an operation. Each name below says what it is, why there is no public way, and the versions it was checked on. A new
+private name goes here, with the same three facts, and nowhere else (ruff's banned-api and a test enforce this).
+
+Checked on TensorFlow 2.16 and 2.21 unless a line says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2 as _attr_value_pb2  # protos are not exported under tf.*
+from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
+from tensorflow.python.autograph.impl import api as _autograph
+from tensorflow.python.client import pywrap_tf_session as _session
+from tensorflow.python.distribute import device_util as _device_util
+from tensorflow.python.distribute import distribute_lib as _distribute_lib
+from tensorflow.python.distribute import values as _values
+from tensorflow.python.distribute import values_util as _values_util
+from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import record as _record
+from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
+from tensorflow.python.eager.polymorphic_function import polymorphic_function as _polymorphic_function
+from tensorflow.python.framework import auto_control_deps as _auto_control_deps
+from tensorflow.python.framework import auto_control_deps_utils as _auto_control_deps_utils
+from tensorflow.python.framework import func_graph as _func_graph
+from tensorflow.python.framework import op_def_registry as _op_def_registry
+from tensorflow.python.framework import ops as _ops
+from tensorflow.python.framework import tensor_conversion_registry as _conversion
+from tensorflow.python.ops import control_flow_util as _control_flow_util
+from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
+from tensorflow.python.data.ops import optional_ops as _optional_ops
+from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
+from tensorflow.python.ops import while_loop as _while_loop
+from tensorflow.python.util import nest as _nest
+from tensorflow.python.ops import summary_ops_v2 as _summary_ops
+from tensorflow.python.ops import variable_scope as _variable_scope
+from tensorflow.python.trackable import base as _trackable
+from tensorflow.python.types import distribute as _distribute_types
+
+# --- Base classes -----------------------------------------------------------------------------------------------------
+# The public tf.distribute.StrategyExtended lacks the v1 hooks (read_var, call_for_each_replica, broadcast_to) that
+# Keras, optimizers and checkpoints still call on every strategy.
+StrategyExtended = _distribute_lib.StrategyExtendedV1
+# Keras and tf.distribute recognise distributed variables and per-replica values by isinstance on these.
+PerReplica = _values.PerReplica
+PerReplicaSpec = _values.PerReplicaSpec
+MirroredVariable = _values.MirroredVariable
+SyncOnReadVariable = _values.SyncOnReadVariable
+DistributedVariable = _values.DistributedVariable
+ResourceVariable = _resource_variable_ops.BaseResourceVariable
+# AutoGraph and Keras dispatch `for` loops and fit on these two interfaces.
+DistributedDatasetInterface = _distribute_types.DistributedDatasetInterface
+DistributedIteratorInterface = _distribute_types.DistributedIteratorInterface
+FuncGraph = _func_graph.FuncGraph
+VARIABLE_VALUE_KEY = _trackable.VARIABLE_VALUE_KEY
+
+# --- Contexts ---------------------------------------------------------------------------------------------------------
+# The update context (inside StrategyExtended.update) has no public accessor.
+UpdateContext = _distribute_lib.UpdateContext
+get_update_replica_id = _distribute_lib.get_update_replica_id
+enter_or_assert_strategy = _distribute_lib.enter_or_assert_strategy
+# Stops gradient tapes: stock merge functions run on another thread, where no tape of the replica records.
+stop_recording = _record.stop_recording
+tape_is_recording = _record.could_possibly_record
+# True while a SavedModel without distributed variables is written; variables then act as their one saved copy.
+is_saving_non_distributed = _values_util.is_saving_non_distributed
+in_sync_on_read_context = _distribute_lib.in_variable_sync_on_read_context
+in_xla_context = _control_flow_util.GraphOrParentsInXlaContext
+canonicalize_device = _device_util.canonicalize
+host_for_device = _device_util.get_host_for_device
+
+
+def is_tf_function(fn: Any) -> bool:
+    """Whether `fn` is a `tf.function`; tf.types.experimental.PolymorphicFunction alone does not promise `_clone`."""
+    return isinstance(fn, _polymorphic_function.Function)
+
+
+def clone_tf_function(fn: Any, python_function: Callable[..., Any]) -> Any:
+    """A `tf.function` with `fn`'s options and another body; the public constructor can't read the options back."""
+    return fn._clone(python_function=python_function)
+
+
+def convert_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Applies AutoGraph if the caller is under it; tf.autograph.to_graph ignores the caller's status."""
+    return _autograph.tf_convert(fn, _ag_ctx.control_status_ctx())
+
+
+_inline = threading.local()
+_stock_call = _polymorphic_function.Function.__call__
+
+
+def _call_inline(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not getattr(_inline, "depth", 0):
+        return _stock_call(self, *args, **kwargs)
+    status = _ag_ctx.Status.ENABLED if self._autograph else _ag_ctx.Status.DISABLED
+    return _autograph.tf_convert(self.python_function, _ag_ctx.ControlStatusCtx(status))(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def inline_functions() -> Iterator[None]:
+    """Runs tf.functions called on this thread as plain Python, with AutoGraph.
+
+    tf.config.run_functions_eagerly is for the whole process and drops AutoGraph. The class is patched only while some
+    thread needs it.
+    """
+    _inline.depth = getattr(_inline, "depth", 0) + 1
+    _polymorphic_function.Function.__call__ = _call_inline
+    try:
+        yield
+    finally:
+        _inline.depth -= 1
+        if not _inline.depth:
+            _polymorphic_function.Function.__call__ = _stock_call
+
+
+@contextlib.contextmanager
+def cross_replica_context(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Enters cross-replica context from a replica context; `scope()` refuses to nest there."""
+    _distribute_lib._push_per_thread_mode(_distribute_lib._CrossReplicaThreadMode(strategy))
+    try:
+        yield
+    finally:
+        _distribute_lib._pop_per_thread_mode()
+
+
+def get_replica_context_of(strategy: tf.distribute.Strategy) -> tf.distribute.ReplicaContext | None:
+    """The current replica context if it is one of `strategy`, else None."""
+    context = tf.distribute.get_replica_context()
+    return context if context is not None and context.strategy is strategy else None
+
+
+def summary_state() -> Any:
+    """The thread's summary state: writer, step, recording flag; replica threads must inherit it."""
+    return _summary_ops._summary_state
+
+
+def eager_op_callbacks() -> Any:
+    """The thread's eager op callbacks (tf.debugging); replica threads must inherit them."""
+    return _context.context()._thread_local_data
+
+
+# --- Graphs -----------------------------------------------------------------------------------------------------------
+def replica_graph(name: str) -> Any:
+    """A FuncGraph that notes which of its operations were made in cross-replica context."""
+    return _ReplicaGraph(name)
+
+
+class _ReplicaGraph(_func_graph.FuncGraph):
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.cross_replica_depth = 0
+        self.cross_replica_ops: set[tf.Operation] = set()
+
+    def _create_op_internal(self, *args: Any, **kwargs: Any) -> Any:
+        op = super()._create_op_internal(*args, **kwargs)
+        if self.cross_replica_depth:
+            self.cross_replica_ops.add(op)
+        return op
+
+    def capture_call_time_value(self, closure: Callable[[], Any], spec: Any, key: Any = None, **kwargs: Any) -> Any:
+        """Values that a nested function asks its caller for (replica id, local state) are had right here."""
+        if isinstance(key, CallTimeKey):
+            return closure()
+        return super().capture_call_time_value(closure, spec, key=key, **kwargs)
+
+
+class CallTimeKey(tuple):
+    """Key of a call-time capture of ours."""
+
+
+AutomaticControlDependencies = _auto_control_deps.AutomaticControlDependencies
+
+
+def is_stateful(op: tf.Operation) -> bool:
+    return bool(op._is_stateful)  # the OpDef's flag has no public accessor
+
+
+def is_control_flow_graph(graph: tf.Graph) -> bool:
+    """Whether `graph` is the body of a tf.cond or tf.while_loop, as opposed to that of a tf.function."""
+    return bool(getattr(graph, "is_control_flow_graph", False))
+
+
+def while_body_type() -> type:
+    return _control_flow_util_v2.WhileBodyFuncGraph
+
+
+def outer_graph(graph: Any) -> tf.Graph | None:
+    return getattr(graph, "outer_graph", None)
+
+
+def captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """(outer tensor, placeholder) of every value `graph` captured, call-time captures evaluated now."""
+    pairs = list(graph.captures)
+    deferred = tf.nest.flatten(graph.deferred_internal_captures, expand_composites=True)
+    if deferred:
+        outer = tf.nest.flatten([closure() for closure in graph.deferred_external_captures], expand_composites=True)
+        pairs += zip(outer, deferred, strict=True)
+    return pairs
+
+
+def capture_call_time_value(graph: Any, closure: Callable[[], Any], spec: tf.TypeSpec, key: Any) -> Any:
+    """A value that a tf.function looks up at every call; a plain capture would freeze it at the first trace."""
+    return graph.capture_call_time_value(closure, spec, key=key)
+
+
+def watch_variables(graph: Any, variables: Sequence[tf.Variable]) -> None:
+    """Tells the surrounding tf.function which variables it uses, as if it had read them itself."""
+    if hasattr(graph, "watch_variable"):
+        for variable in variables:
+            graph.watch_variable(variable)
+
+
+def watched_variables(graph: Any) -> list[tf.Variable]:
+    return list(graph._watched_variables)  # FuncGraph.variables is filled in only by func_graph_from_py_func
+
+
+def update_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    op._update_input(index, tensor)  # graphs are append-only in public TensorFlow
+
+
+def set_control_inputs(op: tf.Operation, control_inputs: Sequence[tf.Operation]) -> None:
+    op._remove_all_control_inputs()
+    if control_inputs:
+        op._add_control_inputs(control_inputs)
+
+
+def replace_tensor(old: tf.Tensor, new: tf.Tensor, *, skip: Sequence[tf.Operation] = ()) -> None:
+    """Makes every consumer of `old` in its graph read `new` instead."""
+    for consumer in old.consumers():
+        if consumer in skip:
+            continue
+        for index, tensor in enumerate(consumer.inputs):
+            if tensor is old or (tensor.op is old.op and tensor.value_index == old.value_index):
+                consumer._update_input(index, new)
+
+
+def written_resources(op: tf.Operation) -> list[tf.Tensor]:
+    """The resource inputs that `op` may write, by the rule tf.function's automatic control dependencies use."""
+    _, writes = _auto_control_deps_utils.get_read_write_resource_inputs(op)
+    return list(writes)
+
+
+def functions(graph: Any) -> dict[str, Any]:
+    return graph._functions
+
+
+def function_nodes(graph: Any, name: str) -> Any:
+    """The NodeDefs of function `name` of `graph`'s library."""
+    function = graph._functions.get(name)
+    return function.cached_definition.node_def if function is not None else ()
+
+
+def graph_to_function(
+    name: str,
+    graph: Any,
+    operations: Sequence[tf.Operation],
+    inputs: Sequence[tf.Tensor],
+    outputs: Sequence[tf.Tensor],
+    control_outputs: Sequence[tf.Operation],
+) -> Any:
+    """Makes a function of a subset of `graph`'s operations in one C++ call.
+
+    Public tf.function can only trace Python again, and importing a GraphDef copies operation by operation. `inputs` may
+    be any tensors of the graph; `operations` are the body.
+    """
+    with graph._c_graph.get() as c_graph:
+        function = _session.TF_GraphToFunction_wrapper(
+            c_graph,
+            name,
+            False,
+            [op._c_op for op in operations],
+            [tensor._as_tf_output() for tensor in inputs],
+            [tensor._as_tf_output() for tensor in outputs],
+            [],
+            [op._c_op for op in control_outputs],
+            [],
+            None,
+            "",
+        )
+    context = _context.context()
+    context.add_c_function(function)
+    _session.TF_DeleteFunction(function)
+    return _atomic_function.AtomicFunction(
+        name.encode(),
+        context,
+        function_type=None,  # only needed to call the function from Python, which nothing does
+        children=list(graph._functions.values()),
+    )
+
+
+def add_function(graph: Any, function: Any) -> None:
+    graph._add_function_recursive(function)
+
+
+def set_lowering(op: tf.Operation) -> None:
+    """Lets the runtime lower a While to dataflow, as tf.while_loop does (not under XLA)."""
+    _control_flow_util_v2.maybe_set_lowering_attr(op)
+
+
+def set_read_only_resources(op: tf.Operation, indices: Sequence[int]) -> None:
+    """Tells automatic control dependencies which resource inputs `op` only reads."""
+    op._set_attr(
+        _auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR,
+        _attr_value_pb2.AttrValue(list=_attr_value_pb2.AttrValue.ListValue(i=indices)),
+    )
+
+
+def set_loop_attributes(op: tf.Operation, num_outputs: int) -> None:
+    """The attribute that tf.while_loop leaves for its gradient and for SavedModel."""
+    op._set_attr("_num_original_outputs", _attr_value_pb2.AttrValue(i=num_outputs))
+
+
+# --- Variables --------------------------------------------------------------------------------------------------------
+def variable_creator_scope(creator: Callable[..., Any]) -> Any:
+    return _variable_scope.variable_creator_scope(creator)  # the tf.* export rejects some distributed kwargs
+
+
+def variable_accessed(variable: Any) -> None:
+    _resource_variable_ops.variable_accessed(variable)
+
+
+def register_conversion(cls: type, function: Callable[..., Any]) -> None:
+    """Registers how `cls` becomes a Tensor; `__tf_tensor__` alone is not asked for CompositeTensors."""
+    _conversion.register_tensor_conversion_function(cls, function)
+
+
+def as_graph_element(value: Any) -> Any:
+    return _ops._as_graph_element(value)
+
+
+def op_type_is_stateful(op_type: str) -> bool:
+    """The OpDef flag of an op type inside a function, where no Operation exists."""
+    op_def = _op_def_registry.get(op_type)
+    return op_def is not None and op_def.is_stateful
+
+
+def op_type_takes_resource(op_type: str) -> bool:
+    op_def = _op_def_registry.get(op_type)
+    return op_def is not None and any(arg.type == tf.resource.as_datatype_enum for arg in op_def.input_arg)
+
+
+def variable_creators() -> list[Any]:
+    """The variable creators in force on this thread; the eager default graph keeps them per thread."""
+    return list(_ops.get_default_graph()._variable_creator_stack)
+
+
+@contextlib.contextmanager
+def with_variable_creators(creators: Sequence[Any]) -> Iterator[None]:
+    graph = _ops.get_default_graph()
+    before = graph._variable_creator_stack
+    graph._variable_creator_stack = list(creators)
+    try:
+        yield
+    finally:
+        graph._variable_creator_stack = before
+
+
+# --- Inputs -----------------------------------------------------------------------------------------------------------
+def flatten_with_paths(structure: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return _nest.flatten_with_tuple_paths(structure)  # tf.nest has no paths
+
+
+def optional_with_spec(optional: Any, element_spec: Any) -> Any:
+    """The same Optional, its value seen as `element_spec`; the public class has no constructor for that."""
+    return _optional_ops._OptionalImpl(optional._variant_tensor, element_spec)
+
+
+def while_loop_same_structure(cond: Any, body: Any, loop_vars: Any) -> Any:
+    """tf.while_loop that keeps the structure of its variables (the public one unwraps a single one)."""
+    return _while_loop.while_loop(cond, body, loop_vars, parallel_iterations=1, return_same_structure=True)

@@ -1,0 +1,302 @@
+"""From a replica function to a trace: the function runs once, in a graph of its own, on behalf of all replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from microstrat import _context, _errors, _plan, _tf, _values
+
+# Ops that TensorFlow marks stateful, but that have nothing to run once a replica for: they follow their inputs.
+_FOLLOWS_INPUTS = frozenset({"Assert", "VarIsInitializedOp", "VariableShape", "LookupTableFindV2", "LookupTableSizeV2"})
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
+                    "StatelessCase"})  # fmt: skip
+_MAX_TRACES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A traced replica function.
+
+    Attributes:
+      tracing: its graph, replica id and collective markers.
+      structure: what the function returned, tensors and all.
+      leaves: `structure` flattened, composite tensors expanded.
+      must_run: operations whose effects must happen.
+    """
+
+    tracing: _context.Tracing
+    structure: Any
+    leaves: tuple[Any, ...]
+    must_run: frozenset[tf.Operation]
+
+
+def trace(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Trace:
+    """Runs `fn` once for all replicas and returns its trace.
+
+    It runs again from the start where TensorFlow's graphs leave no other way: a nested tf.function turned out to hold a
+    collective (it then runs inline), or a variable got a value per replica after a branch had read it. Both happen at
+    most once per function or variable.
+    """
+    inline = False
+    for _ in range(_MAX_TRACES):
+        tracing = _context.Tracing(
+            strategy, getattr(fn, "__name__", type(fn).__name__), tf.compat.v1.get_default_graph(), inline=inline
+        )
+        try:
+            return _trace_once(tracing, fn, args, kwargs, device)
+        except Exception:
+            if tracing.restart is None:
+                raise
+            inline = inline or tracing.restart == "inline"
+    raise AssertionError("a trace restarts once per variable at most")
+
+
+def _trace_once(
+    tracing: _context.Tracing, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str
+) -> Trace:
+    graph = tracing.graph
+    fn = _tf.convert_by_autograph(fn)
+    control = _tf.AutomaticControlDependencies()
+    with (
+        tracing,
+        graph.as_default(),
+        control,
+        tf.device(device),
+        _context.SymbolicReplicaContext(tracing),
+        _tf.inline_functions() if tracing.inline else contextlib.nullcontext(),
+    ):
+        args, kwargs = _cut_arguments(tracing, (tuple(args), kwargs), device)
+        structure = fn(*args, **kwargs)
+        structure = tf.nest.map_structure(_as_output, structure)
+        redirect = {id(old): new for old, new in tracing.redirected}
+        leaves = tuple(redirect.get(id(leaf), leaf) for leaf in tf.nest.flatten(structure, expand_composites=True))
+        for old, new in tracing.redirected:
+            _tf.replace_tensor(old, new)
+    _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
+    _see_through_identity_n(graph, leaves)
+    return Trace(tracing, structure, leaves, frozenset(control.ops_which_must_run))
+
+
+def _cut_arguments(tracing: _context.Tracing, structure: Any, device: str) -> Any:
+    """Replaces per-replica arguments by the value of the replica whose turn it is.
+
+    The cut runs on the host, where the global batch stays: only the micro-batch travels to the device.
+    """
+    before = len(tracing.graph.get_operations())
+    with tf.device(_tf.host_for_device(device)):
+        chosen = _values.select_replica(structure, tracing.replica_id)
+    tracing.cuts.update(itertools.islice(tracing.graph.get_operations(), before, None))
+    return chosen
+
+
+def _as_output(value: Any) -> Any:
+    """A returned value as tensors where it can be; variables and Python values stay as they are."""
+    if isinstance(value, tf.Operation):
+        with tf.control_dependencies([value]):
+            return tf.constant(True)
+    if isinstance(value, _tf.DistributedVariable):
+        return value
+    if isinstance(value, tf.Variable):
+        # An assignment returns a variable that has not been read yet; reading it here keeps the order.
+        container = tf.distribute.get_strategy().extended.value_container(value)
+        return container if container is not value and isinstance(value, _tf.ResourceVariable) else value.read_value()
+    if hasattr(value, "__array__") and not isinstance(value, tf.Tensor) and not _is_composite(value):
+        return tf.convert_to_tensor(value) if hasattr(value, "__tf_tensor__") else value
+    return value
+
+
+def _is_composite(value: Any) -> bool:
+    return isinstance(value, tf.__internal__.CompositeTensor)
+
+
+def _see_through_identity_n(graph: Any, leaves: tuple[Any, ...]) -> None:
+    """Makes readers of an IdentityN read its inputs.
+
+    tf.custom_gradient wraps a function's results together with its arguments in one IdentityN. As one operation it would
+    be varying as soon as one argument is, and every all-reduced gradient with it.
+    """
+    for op in graph.get_operations():
+        if op.type == "IdentityN":
+            for source, output in zip(op.inputs, op.outputs, strict=True):
+                if not any(leaf is output for leaf in leaves):
+                    _tf.replace_tensor(output, source)
+
+
+@dataclass(slots=True)
+class Graph:
+    """A trace as the planner sees it.
+
+    Attributes:
+      operations: node id -> operation.
+      ids: operation -> node id.
+      nodes: node id -> planner node.
+    """
+
+    operations: list[tf.Operation] = field(default_factory=list)
+    ids: dict[tf.Operation, int] = field(default_factory=dict)
+    nodes: list[_plan.Node] = field(default_factory=list)
+
+
+class _FunctionEffects:
+    """Which stateful operations the functions of a graph hold, at any depth."""
+
+    def __init__(self, graph: Any):
+        self._graph = graph
+        self._known: dict[str, frozenset[str]] = {}
+
+    def of(self, op: tf.Operation) -> frozenset[str]:
+        names = [name for key in ("f", "body", "cond", "then_branch", "else_branch") for name in _function_names(op, key)]
+        names += _function_names(op, "branches")
+        return frozenset().union(*(self._of_function(name) for name in names))
+
+    def _of_function(self, name: str) -> frozenset[str]:
+        if name not in self._known:
+            self._known[name] = frozenset()  # functions may be recursive
+            found: set[str] = set()
+            for node in _tf.function_nodes(self._graph, name):
+                if _tf.op_type_is_stateful(node.op):
+                    found.add(node.op)
+                for attr in node.attr.values():
+                    for func in (attr.func, *attr.list.func):
+                        if func.name:
+                            found |= self._of_function(func.name)
+            self._known[name] = frozenset(found - _CALLS)
+        return self._known[name]
+
+
+def _function_names(op: tf.Operation, key: str) -> list[str]:
+    try:
+        attr = op.get_attr(key)
+    except ValueError:
+        return []
+    return [func.name for func in (attr if isinstance(attr, list) else [attr]) if hasattr(func, "name")]
+
+
+def to_graph(trace: Trace, owner_of: Callable[[tf.Tensor], Any]) -> Graph:
+    """Describes a trace to the planner. `owner_of` maps a captured handle to the strategy's variable it belongs to."""
+    tracing = trace.tracing
+    result = Graph()
+    for op in tracing.graph.get_operations():
+        result.ids[op] = len(result.operations)
+        result.operations.append(op)
+    outer_of = {id(inner): outer for outer, inner in tracing.graph.captures}
+    required = {leaf.op for leaf in trace.leaves if isinstance(leaf, tf.Tensor) and leaf.graph is tracing.graph}
+    effects = _FunctionEffects(tracing.graph)
+    # A variable of somebody else that replicas write: each sees the writes of those before it, so all of it varies.
+    foreign: set[Hashable] = set()
+    while True:
+        result.nodes = [
+            _describe(op, trace, result.ids, outer_of, required, effects, foreign, owner_of) for op in result.operations
+        ]
+        found = _foreign_writes(result, outer_of, owner_of, tracing)
+        if found <= foreign:
+            return result
+        foreign |= found
+
+
+def resource_of(handle: tf.Tensor, outer_of: dict[int, tf.Tensor]) -> Hashable:
+    """An identity for the resource behind a handle inside the trace."""
+    while handle.op.type == "Identity":
+        handle = handle.op.inputs[0]
+    return id(outer_of.get(id(handle), handle))
+
+
+def _describe(
+    op: tf.Operation,
+    trace: Trace,
+    ids: dict[tf.Operation, int],
+    outer_of: dict[int, tf.Tensor],
+    required: set[tf.Operation],
+    effects: _FunctionEffects,
+    foreign: set[Hashable],
+    owner_of: Callable[[tf.Tensor], Any],
+) -> _plan.Node:
+    tracing = trace.tracing
+    inputs = tuple(ids[tensor.op] for tensor in op.inputs)
+    after = tuple(ids[before] for before in op.control_inputs)
+    must = op in required
+    if op.type == "Placeholder":
+        return _plan.Node(varying=op is tracing.replica_id.op, argument=True, required=must)
+    if op in tracing.collectives:
+        return _plan.Node(inputs, after, collective=True, required=must)
+    if op.type == "NoOp":
+        return _plan.Node(inputs, after, hub=True)
+    if not _tf.is_stateful(op):
+        return _plan.Node(inputs, after, cheap=op in tracing.cuts, required=must)
+    resources = {resource_of(t, outer_of) for t in op.inputs if t.dtype == tf.resource}
+    writes = frozenset(resource_of(t, outer_of) for t in _tf.written_resources(op))
+    if op.type in _FOLLOWS_INPUTS:
+        writes = frozenset()
+    within = effects.of(op) if op.type in _CALLS else frozenset({op.type})
+    # Random draws, prints and Python functions run once per replica whatever their inputs; those of a merge function once.
+    own_state = any(not _touches_resource(kind) and kind not in _FOLLOWS_INPUTS for kind in within)
+    per_replica = own_state and op not in tracing.graph.cross_replica_ops
+    effect = bool(writes) or own_state or "Assert" in within
+    reads = None
+    if op.type == "ReadVariableOp":
+        (reads,) = resources
+    return _plan.Node(
+        inputs,
+        after,
+        varying=per_replica or bool(resources & foreign),
+        pure=False,
+        effect=effect,
+        required=must or (effect and op in trace.must_run),
+        reads=reads,
+        writes=writes,
+    )
+
+
+def _touches_resource(op_type: str) -> bool:
+    return _tf.op_type_takes_resource(op_type)
+
+
+def _foreign_writes(
+    graph: Graph, outer_of: dict[int, tf.Tensor], owner_of: Callable[[tf.Tensor], Any], tracing: _context.Tracing
+) -> set[Hashable]:
+    found: set[Hashable] = set()
+    for op, node in zip(graph.operations, graph.nodes, strict=True):
+        if not node.writes:
+            continue
+        for tensor in op.inputs:
+            if tensor.dtype != tf.resource or resource_of(tensor, outer_of) not in node.writes:
+                continue
+            while tensor.op.type == "Identity":
+                tensor = tensor.op.inputs[0]
+            outer = outer_of.get(id(tensor))
+            if (outer is None or owner_of(outer) is None) and op not in tracing.graph.cross_replica_ops:
+                found.add(resource_of(tensor, outer_of))
+    return found
+
+
+def refuse_varying_writes(
+    graph: Graph, varying: Sequence[bool], trace: Trace, owner_of: Callable[[tf.Tensor], Any]
+) -> None:
+    """Raises if replicas would write different values to a variable that has one."""
+    tracing = trace.tracing
+    outer_of = {id(inner): outer for outer, inner in tracing.graph.captures}
+    for index, (op, node) in enumerate(zip(graph.operations, graph.nodes, strict=True)):
+        if not node.writes or not varying[index]:
+            continue
+        for tensor in op.inputs:
+            if tensor.dtype != tf.resource or resource_of(tensor, outer_of) not in node.writes:
+                continue
+            owner = owner_of(outer_of.get(id(tensor), tensor))
+            if owner is not None and not owner.handle_is_rows(outer_of.get(id(tensor), tensor)):
+                raise _errors.varying_write(owner.name, tracing.function_name, op.type, where(op))
+
+
+def where(op: tf.Operation) -> str:
+    """Where in the user's code an operation was made, as ' at file:line'."""
+    frames = [frame for frame in op.traceback or () if not _is_library(frame.filename)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _is_library(filename: str) -> bool:
+    return any(f"/{name}/" in filename.replace("\\", "/") for name in ("tensorflow", "keras", "tf_keras", "microstrat"))

@@ -1,0 +1,466 @@
+"""Variables made under the strategy: which have one value, which have one per replica, and who may write what.
+
+One value for all replicas is one ordinary variable (`primary`). A value per replica is one variable of shape [N, ...]
+(`rows`), read and written by replica id, so that the looped engine stays one loop and the graph does not grow with N.
+
+Semantics: tf.distribute.MirroredStrategy's variables (tensorflow/python/distribute/values.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from microstrat import _context, _errors, _tf, _values
+
+_creating = threading.local()
+
+
+def creating_plain_variable() -> bool:
+    """True while this module makes a component variable, which must not become a distributed one itself."""
+    return getattr(_creating, "depth", 0) > 0
+
+
+class _PlainVariables:
+    def __enter__(self) -> None:
+        _creating.depth = getattr(_creating, "depth", 0) + 1
+
+    def __exit__(self, *_: Any) -> None:
+        _creating.depth -= 1
+
+
+def tile_initial_value(initial_value: Any, dtype: Any, num_replicas: int) -> Callable[[], tf.Tensor]:
+    """An initial value for rows: every replica starts from the same value."""
+
+    def initial() -> tf.Tensor:
+        value = initial_value() if callable(initial_value) else initial_value
+        value = tf.convert_to_tensor(value, dtype=dtype)
+        return tf.repeat(value[tf.newaxis], num_replicas, axis=0)
+
+    return initial
+
+
+def _in_update_context() -> bool:
+    return _tf.get_update_replica_id() is not None
+
+
+class ReplicaView:
+    """The component variable of one replica: a row of `rows`, the row of the replica whose turn it is."""
+
+    def __init__(self, container: Any):
+        self._container = container
+
+    name = property(lambda self: self._container.name)
+    dtype = property(lambda self: self._container.dtype)
+    shape = property(lambda self: self._container.shape)
+    device = property(lambda self: self._container.device)
+
+    def read_value(self) -> tf.Tensor:
+        return self._container.read_row(_context.live_replica_id())
+
+    value = read_value
+
+    def _convert(self, value: Any) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(value, dtype=self.dtype)
+        self.shape.assert_is_compatible_with(tensor.shape)
+        return tensor
+
+    def _scatter(self, op: Callable[..., Any], value: Any, read_value: bool) -> Any:
+        rows = self._container.rows
+        written = op(resource=rows.handle, indices=_context.live_replica_id(), updates=self._convert(value))
+        if not read_value:
+            return written
+        with tf.control_dependencies([written] if written is not None else []):
+            return self.read_value()
+
+    def assign(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        del use_locking, name
+        return self._scatter(tf.raw_ops.ResourceScatterUpdate, value, read_value)
+
+    def assign_add(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        del use_locking, name
+        return self._scatter(tf.raw_ops.ResourceScatterAdd, value, read_value)
+
+    def assign_sub(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        del use_locking, name
+        return self._scatter(tf.raw_ops.ResourceScatterSub, value, read_value)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("scatter_"):
+            return lambda *args, **kwargs: self._scatter_rows(method, *args, **kwargs)
+        raise AttributeError(method)
+
+    def _scatter_rows(self, method: str, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
+        """Scatters into this replica's value, as scatter_* of a variable of that value would."""
+        del args, kwargs
+        update = getattr(tf, _SCATTERS[method]) if method in _SCATTERS else None
+        indices = tf.reshape(sparse_delta.indices, [-1, 1])
+        current = self.read_value()
+        if update is not None:
+            return self.assign(update(current, indices, tf.convert_to_tensor(sparse_delta.values, self.dtype)))
+        raise _errors.scatter_on_local(self.name, method)
+
+
+_SCATTERS = {
+    "scatter_add": "tensor_scatter_nd_add",
+    "scatter_sub": "tensor_scatter_nd_sub",
+    "scatter_update": "tensor_scatter_nd_update",
+    "scatter_min": "tensor_scatter_nd_min",
+    "scatter_max": "tensor_scatter_nd_max",
+}
+
+
+class AllReplicasView:
+    """All replicas' values at once: what a cross-replica assignment to a variable with a value per replica means."""
+
+    def __init__(self, container: Any):
+        self._container = container
+
+    def _spread(self, value: Any) -> tf.Tensor:
+        rows = self._container.rows
+        tensor = tf.convert_to_tensor(value, dtype=rows.dtype)
+        self._container.shape.assert_is_compatible_with(tensor.shape)
+        return tf.repeat(tensor[tf.newaxis], rows.shape[0], axis=0)
+
+    def assign(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        del use_locking, name, read_value
+        return self._container.rows.assign(self._spread(value), read_value=False)
+
+    def assign_add(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        del use_locking, name, read_value
+        return self._container.rows.assign_add(self._spread(value), read_value=False)
+
+    def assign_sub(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        del use_locking, name, read_value
+        return self._container.rows.assign_sub(self._spread(value), read_value=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _errors.local_update(self._container.name)
+
+
+class _PerReplicaRows:
+    """What both kinds of variables need to read and write rows."""
+
+    rows: Any
+    _distribute_strategy: Any
+
+    @property
+    def num_replicas(self) -> int:
+        return self._distribute_strategy.num_replicas_in_sync
+
+    def read_row(self, replica_id: Any) -> tf.Tensor:
+        return tf.raw_ops.ResourceGather(resource=self.rows.handle, indices=replica_id, dtype=self.rows.dtype)
+
+    def in_own_replica_context(self) -> bool:
+        return isinstance(_tf.get_replica_context_of(self._distribute_strategy), _context.ReplicaContext)
+
+    def assign_all_rows(self, method: str, value: Any, read_value: bool) -> Any:
+        written = getattr(AllReplicasView(self), method)(value)
+        if not read_value:
+            return written
+        with tf.control_dependencies([written] if isinstance(written, tf.Operation) else []):
+            return self.read_value()  # type: ignore[attr-defined]
+
+
+class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
+    """A variable with synchronization ON_WRITE (the default): one value for all replicas.
+
+    With aggregation NONE, a non-trainable variable that a replica function assigns gets a value per replica at its first
+    such assignment (BatchNormalization's moving statistics, SeedGenerator's state): each replica reads its own, everybody
+    else replica 0's.
+    """
+
+    def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
+        super().__init__(strategy, values, aggregation, var_policy)
+        self.rows = None
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """N component values: the one variable N times, or each replica's own value."""
+        if self.rows is None:
+            return (self._primary,) * self.num_replicas
+        return tuple(tf.unstack(self.rows.read_value(), num=self.num_replicas))
+
+    @property
+    def handle(self) -> tf.Tensor:
+        return self._primary.handle
+
+    def handle_is_rows(self, handle: tf.Tensor) -> bool:
+        return self.rows is not None and handle is self.rows.handle
+
+    @property
+    def may_become_local(self) -> bool:
+        return self.rows is None and self._aggregation == tf.VariableAggregation.NONE and not self.trainable
+
+    def _get_replica(self, replica_id: int) -> Any:
+        if self.rows is None:
+            return self._primary
+        if _in_update_context():
+            return AllReplicasView(self)
+        return self.read_row(replica_id)
+
+    def _get(self) -> Any:
+        if _tf.is_saving_non_distributed():
+            return self._primary
+        if self.in_own_replica_context():
+            return self._get_on_device_or_primary()
+        if _in_update_context():
+            return self._primary if self.rows is None else self.read_row(0)
+        return self._get_cross_replica()
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        if self.rows is not None and not _tf.is_saving_non_distributed():
+            return self.read_row(0)
+        return tf.identity(self._primary)
+
+    def _get_on_device_or_primary(self) -> Any:
+        if _tf.is_saving_non_distributed():
+            return self._primary
+        if self.rows is None:
+            if self.may_become_local and self.in_own_replica_context():
+                return self._read_before_local()
+            return self._primary
+        if self.in_own_replica_context():
+            return self.read_row(_context.live_replica_id())
+        return self.read_row(0)
+
+    def _read_before_local(self) -> Any:
+        """A read in a nested graph of a variable that may yet get a value per replica.
+
+        A tf.function's trace outlives this one, so it must not capture the primary: it asks for the value at every call.
+        """
+        if tf.executing_eagerly():
+            return self._primary
+        graph = tf.compat.v1.get_default_graph()
+        context = _tf.get_replica_context_of(self._distribute_strategy)
+        assert context is not None
+        own = context._graph()  # noqa: SLF001 - this package's own class
+        if graph is own:
+            return self._primary
+        function = _context.enclosing_function(graph, own)
+        if function is None:
+            return self._primary
+        spec = tf.TensorSpec(self.shape, self.dtype)
+        with function.as_default():
+            return _tf.capture_call_time_value(
+                function, lambda: tf.convert_to_tensor(self), spec, _tf.CallTimeKey(("value", id(self._primary.handle)))
+            )
+
+    def value(self) -> tf.Tensor:
+        current = self._get_on_device_or_primary()
+        return current if isinstance(current, tf.Tensor) else current.value()
+
+    def _as_graph_element(self) -> Any:
+        return _tf.as_graph_element(self.value())
+
+    def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        if self._aggregation == tf.VariableAggregation.NONE:
+            if self.trainable:
+                # One value; the planner refuses the program if replicas would write different ones.
+                return update_fn(self._primary, value, **kwargs)
+            self._ensure_rows()
+            return update_fn(ReplicaView(self), value, **kwargs)
+
+        def merge(strategy: Any, value: Any, **kwargs: Any) -> Any:
+            reduced = aggregate(strategy, value, self._aggregation, self)
+            return self._update_cross_replica(update_fn, reduced, **kwargs)
+
+        return tf.distribute.get_replica_context().merge_call(merge, args=(value,), kwargs=kwargs)
+
+    def _ensure_rows(self) -> None:
+        if self.rows is not None:
+            return
+        tracing = _context.current_tracing()
+        self.rows = self._make_rows()
+        self._distribute_strategy.extended.register_rows(self)
+        if tracing is not None:
+            tracing.adopt_local_state(self._primary, lambda: self.read_row(tracing.replica_id))
+
+    def _make_rows(self) -> Any:
+        num_replicas = self.num_replicas
+        name = f"{self._common_name}/replicas"
+        with tf.init_scope():
+            ready = tf.executing_eagerly() and bool(self._primary.is_initialized())
+            if ready:
+                with _PlainVariables(), tf.device(self._primary.device), _tf.stop_recording():
+                    initial = tf.repeat(self._primary.read_value()[tf.newaxis], num_replicas, axis=0)
+                    return tf.Variable(initial, trainable=False, name=name)
+        # The variable itself is being made by the surrounding tf.function's first trace; so are its rows.
+        with _context.outside_trace(), _PlainVariables(), _tf.stop_recording():
+            return tf.Variable(
+                lambda: tf.repeat(self._primary.read_value()[tf.newaxis], num_replicas, axis=0),
+                trainable=False,
+                name=name,
+                shape=[num_replicas, *self.shape],
+                dtype=self.dtype,
+            )
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        with tf.init_scope() if tf.executing_eagerly() else _Nothing():
+            return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
+        value = restored_tensors[_tf.VARIABLE_VALUE_KEY]
+        written = self._primary.assign(value, read_value=False)
+        if self.rows is None:
+            return written
+        return tf.group(written, AllReplicasView(self).assign(value)) if written is not None else AllReplicasView(
+            self
+        ).assign(value)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        raise NotImplementedError("replaced by _serialize_to_tensors")
+
+
+class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
+    """A variable with synchronization ON_READ: a value per replica, aggregated when read in cross-replica context."""
+
+    def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
+        self.rows = values[0]
+        super().__init__(strategy, values, aggregation, var_policy)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.rows.shape[1:]
+
+    def get_shape(self) -> tf.TensorShape:
+        return self.shape
+
+    @property
+    def handle(self) -> tf.Tensor:
+        return self.rows.handle
+
+    def handle_is_rows(self, handle: tf.Tensor) -> bool:
+        return handle is self.rows.handle
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Each replica's own value."""
+        return tuple(tf.unstack(self.rows.read_value(), num=self.num_replicas))
+
+    @property
+    def initial_value(self) -> Any:
+        return self.rows.initial_value[0]
+
+    def _get_replica(self, replica_id: int) -> Any:
+        if _in_update_context():
+            return AllReplicasView(self)
+        return self.read_row(replica_id)
+
+    def _get(self) -> Any:
+        if not _tf.is_saving_non_distributed() and self.in_own_replica_context():
+            return self.read_row(_context.live_replica_id())
+        return self._get_cross_replica()
+
+    def _get_on_device_or_primary(self) -> Any:
+        return ReplicaView(self)
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        if self._aggregation == tf.VariableAggregation.SUM:
+            return tf.cast(tf.reduce_sum(self.rows.read_value(), axis=0), self.dtype)
+        if self._aggregation == tf.VariableAggregation.MEAN:
+            return tf.reduce_sum(self.rows.read_value(), axis=0) / self.num_replicas
+        if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            return self.read_row(0)
+        if _tf.is_saving_non_distributed():
+            return self.read_row(0)
+        raise ValueError(
+            f"Variable {self.name!r} has synchronization=ON_READ and aggregation=NONE: it has one value per replica and no "
+            "way to make one of them, so it can only be read inside a replica function. Give it an aggregation."
+        )
+
+    def value(self) -> tf.Tensor:
+        if _tf.in_sync_on_read_context():
+            raise NotImplementedError(
+                "call `variable.value()` inside variable_sync_on_read_context is not supported"
+            )
+        return tf.convert_to_tensor(self._get())
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> tf.Tensor:
+        del as_ref
+        value = self._get()
+        if self.in_own_replica_context() and _tf.in_sync_on_read_context():
+            if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+                value = self.read_row(0)
+            else:
+                reduce_op = _reduce_op_of(self._aggregation)
+                value = tf.distribute.get_replica_context().all_reduce(reduce_op, value)
+        return tf.convert_to_tensor(value, dtype=dtype, name=name)
+
+    def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        return update_fn(ReplicaView(self), value, **kwargs)
+
+    def _assign_anywhere(self, method: str, value: Any, use_locking: Any, name: Any, read_value: bool) -> Any:
+        with _tf.enter_or_assert_strategy(self._distribute_strategy):
+            if self.in_own_replica_context():
+                return getattr(ReplicaView(self), method)(value, use_locking, name, read_value)
+            if _in_update_context():
+                return getattr(AllReplicasView(self), method)(value)
+            if self._aggregation == tf.VariableAggregation.SUM:
+                if method != "assign":
+                    raise ValueError(
+                        f"Variable {self.name!r} (ON_READ, aggregation SUM) does not support `{method}` in cross-replica "
+                        "context: the sum could be spread over the replicas in many ways. Use `assign`, or do it in a "
+                        "replica function."
+                    )
+                # The sum must come back when it is read: each replica gets an equal part, as tf.distribute does it.
+                value = tf.cast(tf.convert_to_tensor(value) / self.num_replicas, self.dtype)
+            return self.assign_all_rows(method, value, read_value)
+
+    def assign(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        return self._assign_anywhere("assign", value, use_locking, name, read_value)
+
+    def assign_add(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        return self._assign_anywhere("assign_add", value, use_locking, name, read_value)
+
+    def assign_sub(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
+        return self._assign_anywhere("assign_sub", value, use_locking, name, read_value)
+
+    def _as_graph_element(self) -> Any:
+        return _tf.as_graph_element(tf.convert_to_tensor(self._get()))
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
+        value = restored_tensors[_tf.VARIABLE_VALUE_KEY]
+        if self._aggregation == tf.VariableAggregation.SUM:
+            value = tf.cast(value / self.num_replicas, self.dtype)
+        return AllReplicasView(self).assign(value)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        raise NotImplementedError("replaced by _serialize_to_tensors")
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def _reduce_op_of(aggregation: tf.VariableAggregation) -> tf.distribute.ReduceOp:
+    is_sum = aggregation == tf.VariableAggregation.SUM
+    return tf.distribute.ReduceOp.SUM if is_sum else tf.distribute.ReduceOp.MEAN
+
+
+def aggregate(strategy: Any, value: Any, aggregation: tf.VariableAggregation, variable: Any) -> Any:
+    """The one value that a variable with `aggregation` gets from the replicas' values."""
+    if aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+        if isinstance(value, _values.Symbolic):
+            tracing = _context.current_tracing()
+            assert tracing is not None
+            return tracing.first(value.value)
+        if isinstance(value, _values.PerReplica):
+            return value.select(0)
+        return value
+    is_mean = aggregation == tf.VariableAggregation.MEAN
+    if is_mean and not variable.dtype.is_floating and isinstance(value, _values.PerReplica):
+        raise _errors.integer_mean(variable.name, variable.dtype.name)
+    return strategy.extended.reduce_to(_reduce_op_of(aggregation), value, variable)
