@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,7 +55,9 @@ class Tracing:
         self.function_name = function_name
         self.outer = outer
         self.inline = inline
-        self.graph = _tf.replica_graph(f"{function_name}_replica")
+        # Names of operations and functions allow fewer characters than Python's, and none for a lambda.
+        self.graph_name = re.sub(r"\W", "", function_name).lstrip("_") or "replica_function"
+        self.graph = _tf.replica_graph(self.graph_name)
         self.collectives: dict[tf.Operation, Collective] = {}
         self.cuts: set[tf.Operation] = set()
         self.restart: str | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _errors, _tf, _values
+from microstrat import _context, _errors, _tf, _trace, _values
 
 
 class _Abandoned(BaseException):
@@ -90,7 +90,7 @@ class _Replica(threading.Thread):
 
     def __init__(self, strategy: Any, number: int, fn: Any, args: Any, kwargs: Any, device: str, made: list[Any]):
         super().__init__(name=f"microstrat-replica-{number}", daemon=True)
-        self.function_name = getattr(fn, "__name__", type(fn).__name__)
+        self.function_name = _trace.name_of(fn)
         self.request: _Request | None = None
         self.result: Any = None
         self.error: BaseException | None = None

@@ -81,11 +81,9 @@ class MicroBatchExtended(_tf.StrategyExtended):
             raise ValueError(
                 f"Invalid variable synchronization mode: {synchronization} for variable: {kwargs.get('name')}"
             )
-        if not isinstance(kwargs.get("aggregation", tf.VariableAggregation.NONE), type(tf.VariableAggregation.NONE)):
-            raise ValueError(
-                f"Invalid variable aggregation mode: {kwargs['aggregation']} for variable: {kwargs.get('name')}"
-            )
         aggregation = kwargs.get("aggregation", tf.VariableAggregation.NONE)
+        if aggregation not in tuple(tf.VariableAggregation):
+            raise ValueError(f"Invalid variable aggregation mode: {aggregation} for variable: {kwargs.get('name')}")
         on_read = synchronization == tf.VariableSynchronization.ON_READ
         kwargs["synchronization"] = synchronization if on_read else tf.VariableSynchronization.ON_WRITE
         kwargs.pop("caching_device", None)

@@ -100,6 +100,13 @@ class _DistributedInputSpec(tf.TypeSpec):
     def _serialize(self) -> tuple[Any, ...]:
         return (id(self._strategy), self._source)
 
+    # The base class builds relaxed copies from _serialize(), which can't hold the strategy itself: it must be hashable.
+    def _with_tensor_ranks_only(self) -> Any:
+        return type(self)(self._strategy, self._source._with_tensor_ranks_only())
+
+    def _without_tensor_names(self) -> Any:
+        return type(self)(self._strategy, self._source._without_tensor_names())
+
     @property
     def _component_specs(self) -> Any:
         return self._source

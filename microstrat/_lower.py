@@ -77,7 +77,7 @@ class _Emitter:
         self.num_replicas = num_replicas
         self.device = device
         self.replica_id = trace.tracing.replica_id
-        self.name = f"{trace.tracing.function_name}_{next(_counter)}"
+        self.name = f"{trace.tracing.graph_name}_{next(_counter)}"
         self.replaced: dict[Key, tf.Tensor] = {}
         # Tensors of the trace that exist in the outer graph by now, and tensor lists of those that vary.
         self.env: dict[Key, tf.Tensor] = {}
@@ -298,7 +298,7 @@ class _Emitter:
                 body=body_name,
                 output_shapes=[variable.shape for variable in variables] + [outer.shape for _, outer in invariants],
                 parallel_iterations=1,
-                name=f"{self.tracing.function_name}_replicas",
+                name=f"{self.tracing.graph_name}_replicas",
             )
         op = results[0].op
         _tf.set_lowering(op)

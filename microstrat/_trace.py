@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ def trace(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: di
     inline = False
     for _ in range(_MAX_TRACES):
         tracing = _context.Tracing(
-            strategy, getattr(fn, "__name__", type(fn).__name__), tf.compat.v1.get_default_graph(), inline=inline
+            strategy, name_of(fn), tf.compat.v1.get_default_graph(), inline=inline
         )
         try:
             return _trace_once(tracing, fn, args, kwargs, device)
@@ -55,6 +56,13 @@ def trace(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: di
                 raise
             inline = inline or tracing.restart == "inline"
     raise AssertionError("a trace restarts once per variable at most")
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """A replica function's name, for messages."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _trace_once(

@@ -287,7 +287,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         with tf.init_scope():
             ready = tf.executing_eagerly() and bool(self._primary.is_initialized())
             if ready:
-                with _PlainVariables(), tf.device(self._primary.device), _tf.stop_recording():
+                # Without creators: a tf.function that saw a variable being made would trace everything again.
+                with _tf.with_variable_creators([]), tf.device(self._primary.device), _tf.stop_recording():
                     initial = tf.repeat(self._primary.read_value()[tf.newaxis], num_replicas, axis=0)
                     return tf.Variable(initial, trainable=False, name=name)
         # The variable itself is being made by the surrounding tf.function's first trace; so are its rows.

@@ -1,0 +1,125 @@
+"""python -m tests.benchmarks: the command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+from tests.benchmarks import measure, report
+from tests.benchmarks.models import MODELS
+from tests.benchmarks.peers import PEERS, Case
+
+_WHATS = ("time", "memory", "startup")
+
+_EXPLANATION = """\
+what is measured
+  time      milliseconds a step, all of it: the batch from tf.data, the call, N micro-batches, the update. Programs run
+            in turn, microstrat before each peer, and a ratio is of neighbours in time: these figures hold on a noisy
+            machine, the milliseconds alone may not.
+  memory    MiB in a fresh process: the peak of the steps after the first, less the level before the first.
+  startup   seconds in a fresh process: the first step less a later one (trace, lowering, graph optimisation).
+
+targets (printed next to the ratios; the median of the rounds counts)
+  time      at most 1.00 of two-functions; with N = 1 at most 1.10 (mlp) or 1.03 of plain TensorFlow and of plain fit
+  memory    at most 1.03 from the smallest N above 1 to the largest; less one gradient copy, at most 1.10 of a single
+            plain micro-batch step
+  startup   at most 1.10 from the smallest N above 1 to the largest; on densenet121 at most 1.50 of a single plain
+            micro-batch step
+
+examples
+  python -m tests.benchmarks --models mlp --what time                      a minute or two
+  python -m tests.benchmarks --models conv128 --what memory --replicas 2 64 --peers two-functions plain-micro
+  python -m tests.benchmarks --models densenet121 --what startup --replicas 2 64 --rounds 3 --json densenet.json
+"""
+
+
+def _list(registry: dict[str, object]) -> str:
+    return "\n".join(f"  {name:<20}{entry.title}" for name, entry in registry.items())  # type: ignore[attr-defined]
+
+
+def _positive_int(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks",
+        description="Measures microstrat next to the ways to do without it: same model, same batches, same update.",
+        epilog=f"models\n{_list(MODELS)}\n\npeers\n{_list(PEERS)}\n\n{_EXPLANATION}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--what", nargs="+", choices=_WHATS, default=list(_WHATS), help="what to measure (all)")
+    add("--models", nargs="+", choices=MODELS, default=["mlp", "conv64"], help="on which models (mlp conv64)")
+    add("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="against which programs (all)")
+    add("--replicas", nargs="+", type=_positive_int, default=[1, 2, 64], metavar="N", help="micro-batches (1 2 64)")
+    add("--micro-batch", type=_positive_int, default=16, metavar="B", help="rows of a micro-batch (16)")
+    add("--optimizer", choices=("sgd", "adam"), default="adam", help="(adam)")
+    add("--xla", action="store_true", help="compile the steps of all programs with XLA")
+    add("--rounds", type=_positive_int, default=5, help="turns, or processes, of each program (5)")
+    add("--seconds", type=float, default=1.0, help="length of a turn when measuring time (1.0)")
+    add("--time-limit", type=float, default=600.0, metavar="S", help="seconds a program may take to answer (600)")
+    add("--memory-limit", type=float, default=8.0, metavar="GIB", help="data a program may hold; 0: no limit (8)")
+    add("--json", type=pathlib.Path, metavar="FILE", help="also write all samples, ratios and versions as JSON")
+    return parser.parse_args(arguments)
+
+
+def _plan(options: argparse.Namespace) -> list[tuple[str, list[Case]]]:
+    """Groups of cases that are measured together: (what, cases)."""
+    groups: list[tuple[str, list[Case]]] = []
+    subjects = list(dict.fromkeys(measure.subject_of(peer) for peer in options.peers))
+    chosen = list(dict.fromkeys([*subjects, *options.peers]))
+
+    def case(model: str, peer: str, replicas: int) -> Case:
+        return Case(model, peer, replicas, options.micro_batch, options.optimizer, options.xla)
+
+    for model in options.models:
+        cases = [[case(model, peer, n) for peer in measure.peers_of(chosen, n)] for n in options.replicas]
+        if "time" in options.what:
+            groups += [("time", group) for group in cases]
+        # A single micro-batch step is the same for every N, and the measure of all others.
+        flat = [c for group in cases for c in group if c.peer != "plain-micro"]
+        fresh = [case(model, "plain-micro", 1)] * ("plain-micro" in chosen) + flat
+        groups += [(what, fresh) for what in options.what if what != "time"]
+    return groups
+
+
+def _report_progress(message: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
+    else:
+        print(message, file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures, prints, and returns 1 if a program could not be measured."""
+    options = _parse(arguments)
+    settings = measure.Settings(options.rounds, options.seconds, options.time_limit, int(options.memory_limit * 2**30))
+    groups = _plan(options)
+    results: list[measure.Result] = []
+    for index, (what, cases) in enumerate(groups, start=1):
+
+        def progress(message: str, index: int = index) -> None:
+            _report_progress(f"[{index}/{len(groups)}] {message}")
+
+        if what == "time":
+            results += measure.measure_time(cases, settings, progress)
+        else:
+            results += measure.measure_fresh(what, cases, settings, progress)
+    _report_progress("")
+    report.print_tables(results)
+    if options.json:
+        report.write_json(options.json, results, settings)
+    failed = [result for result in results if isinstance(result, measure.Measurement) and not result.samples]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

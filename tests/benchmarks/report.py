@@ -1,0 +1,93 @@
+"""Results as tables for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import microstrat
+from tests.benchmarks.measure import Comparison, Measurement, Result, Settings
+
+try:
+    import rich.box
+    import rich.console
+    import rich.table
+except ImportError:
+    rich = None  # type: ignore[assignment]
+
+Row = Sequence[str]
+
+_TITLES = {
+    "time": "Time of a step",
+    "memory": "Memory: peak of the steps after the first, less the level before the first",
+    "startup": "Start-up: the first step, less a later one",
+}
+
+
+def print_tables(results: Sequence[Result]) -> None:
+    """Prints what was measured and how it compares, one pair of tables for each of time, memory and start-up."""
+    for what, title in _TITLES.items():
+        measured = [result for result in results if isinstance(result, Measurement) and result.what == what]
+        compared = [result for result in results if isinstance(result, Comparison) and result.what == what]
+        if measured:
+            _print_table(
+                title, ("model", "N", "program", "unit", "best", "median", "note"), [_measured(m) for m in measured]
+            )
+        if compared:
+            _print_table(
+                f"{title}: ratios",
+                ("model", "program", "against", "best", "median", "target", "met"),
+                [_compared(c) for c in compared],
+            )
+
+
+def _measured(result: Measurement) -> Row:
+    figures = [f"{result.best:.4g}", f"{result.median:.4g}"] if result.samples else ["-", "-"]
+    return [result.case.model, str(result.case.replicas), result.case.peer, result.unit, *figures, result.note]
+
+
+def _compared(result: Comparison) -> Row:
+    target = "" if result.target is None else f"<= {result.target:.2f}"
+    met = {None: "", True: "yes", False: "NO"}[result.met]
+    return [result.model, result.subject, result.against, f"{result.best:.3f}", f"{result.median:.3f}", target, met]
+
+
+def _print_table(title: str, header: Row, rows: Sequence[Row]) -> None:
+    if rich is not None:
+        table = rich.table.Table(*header, title=title, title_justify="left", box=rich.box.SIMPLE)
+        for row in rows:
+            table.add_row(*row)
+        console = rich.console.Console()
+        # A table in a file or pipe is not cut to the width of a terminal.
+        console.print(table, width=None if console.is_terminal else 160)
+        return
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    print(f"\n{title}\n")
+    for row in [header, ["-" * width for width in widths], *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def write_json(path: pathlib.Path, results: Sequence[Result], settings: Settings) -> None:
+    """Writes all samples and ratios, the settings, and what machine and versions they belong to."""
+    content = {
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
+        "versions": {"microstrat": microstrat.__version__, "tensorflow": tf.__version__, "keras": keras.__version__},
+        "settings": dataclasses.asdict(settings),
+        "results": [_as_json(result) for result in results],
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    kind = type(result).__name__.lower()
+    if isinstance(result, Comparison):
+        return {"kind": kind, **dataclasses.asdict(result), "met": result.met}
+    return {"kind": kind, **dataclasses.asdict(result)}

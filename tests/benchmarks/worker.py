@@ -1,0 +1,89 @@
+"""One process that builds one program and runs it on command.
+
+Started by `measure` with a case as JSON; answers every command line on stdin with one JSON line on stdout:
+
+    {"do": "run", "steps": K}     K steps: {"seconds": …}
+    {"do": "peak", "steps": K}    K steps: {"bytes": the highest resident memory while they ran}
+    {"do": "weights"}             {"weights": the mean absolute value of each trainable variable}
+
+The first line, before any command: {"resident": bytes now, "gradient": bytes of one copy of all gradients}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pathlib
+import resource
+import sys
+import time
+from typing import Any
+
+_STATUS = pathlib.Path("/proc/self/status")
+_CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # see proc(5), clear_refs
+
+
+def _status_bytes(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise KeyError(field)
+
+
+def _warm_up() -> None:
+    """Makes TensorFlow load and start what any first step would, so that it is in no program's figure."""
+    import tensorflow as tf
+
+    variable = tf.Variable(tf.ones([8, 8]))
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.matmul(variable, variable))
+        return tape.gradient(loss, variable)
+
+    for _ in tf.data.Dataset.range(2).batch(1):
+        step()
+
+
+def _answer(program: Any, command: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    if command["do"] == "run":
+        start = time.perf_counter()
+        program.run(command["steps"])
+        return {"seconds": time.perf_counter() - start}
+    if command["do"] == "peak":
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+        program.run(command["steps"])
+        return {"bytes": _status_bytes("VmHWM")}
+    return {"weights": [float(np.abs(variable.numpy()).mean()) for variable in program.model.trainable_variables]}
+
+
+def main() -> None:
+    """Serves commands until stdin ends."""
+    settings = json.loads(sys.argv[1])
+    # Replies go to the driver only; whatever else is printed goes to stderr.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if settings["memory_limit"]:
+        resource.setrlimit(resource.RLIMIT_DATA, (settings["memory_limit"], settings["memory_limit"]))
+    from tests.benchmarks.peers import PEERS, Case
+
+    case = Case(**settings["case"])
+    peer = PEERS[case.peer]
+    peer.prepare(case.replicas)
+    _warm_up()
+    program = peer.build(case)
+    gc.collect()
+    gradient = sum(variable.numpy().nbytes for variable in program.model.trainable_variables)
+    print(json.dumps({"resident": _status_bytes("VmRSS"), "gradient": gradient}), file=replies, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_answer(program, json.loads(line))), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Starts the processes that run parity programs, and keeps their results."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tests import worker
+
+ROOT = pathlib.Path(__file__).parent.parent
+JOB_LIMIT = 120
+"""Seconds that a program may take: MirroredStrategy on logical CPUs can deadlock. It gets a second chance."""
+
+
+class Session:
+    """Runs jobs (KIND:N:PROGRAM) in few processes and hands out their results."""
+
+    def __init__(self, directory: pathlib.Path, jobs: Iterable[str], *, processes: int = 2):
+        self._directory = directory
+        self._pool = concurrent.futures.ThreadPoolExecutor(processes)
+        groups: dict[str, list[str]] = {}
+        for job in jobs:
+            kind, number, _ = job.split(":")
+            groups.setdefault(f"{kind}:{number}", []).append(job)
+        # References with many replicas take longest, so they start first.
+        order = sorted(groups, key=lambda group: (group.startswith("mirrored"), int(group.split(":")[1])), reverse=True)
+        self._runs = {group: self._pool.submit(self._run, group, groups[group]) for group in order}
+
+    def outcome(self, kind: str, number: int, name: str) -> dict[str, Any]:
+        """The outcome of a job, as `tests.worker.write` describes it; waits for its process."""
+        self._runs[f"{kind}:{number}"].result()
+        return pickle.loads(worker.result_file(self._directory, f"{kind}:{number}:{name}").read_bytes())
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _run(self, group: str, jobs: list[str]) -> None:
+        directory = self._directory / group.replace(":", "-")
+        directory.mkdir(parents=True)
+        hung: set[str] = set()
+        while True:
+            left = [job for job in jobs if not worker.result_file(self._directory, job).exists()]
+            if not left:
+                return
+            running, log = self._run_once(directory, left)
+            if running is None:
+                continue
+            if running in hung:
+                worker.write(self._directory, running, {"error": f"hung or died, twice:\n{log}", "seconds": 0.0})
+            hung.add(running)
+
+    def _run_once(self, directory: pathlib.Path, jobs: list[str]) -> tuple[str | None, str]:
+        """Runs a process until it ends or hangs; returns the job that it left unfinished, and the end of its output."""
+        running = directory / "running"
+        running.write_text("")
+        command = [sys.executable, "-m", "tests.worker", str(self._directory), str(running), *jobs]
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "MICROSTRAT_EXCHANGE": str(self._directory),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        with open(directory / "log", "wb") as log:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            current, since = "", time.monotonic()
+            while process.poll() is None:
+                time.sleep(0.1)
+                if (now_running := running.read_text()) != current:
+                    current, since = now_running, time.monotonic()
+                elif time.monotonic() - since > JOB_LIMIT:
+                    process.kill()
+                    process.wait()
+        current = running.read_text() or jobs[0]
+        done = worker.result_file(self._directory, current).exists()
+        return None if done else current, (directory / "log").read_text(errors="replace")[-3000:]

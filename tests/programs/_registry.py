@@ -1,0 +1,182 @@
+"""The registry of parity programs, and what many of them share.
+
+A program is a function `strategy -> results` that builds everything from fixed seeds, trains a few steps and returns
+nested dicts and lists of NumPy arrays and Python scalars. It must not know which strategy runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+ALL = (1, 2, 3, 4, 8)
+FEW = (1, 2, 3)
+"""For programs whose reference is slow to trace."""
+EAGER = (2, 3)
+"""Numbers of replicas that also run under the eager engine."""
+BATCH = 24
+"""Rows of a global batch: divisible by every number of replicas in ALL."""
+TOLERANCE = 1e-6
+"""Largest difference of two float32 arrays, relative to the largest absolute value in the expected one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A named program and how its results are compared."""
+
+    name: str
+    run: Callable[[tf.distribute.Strategy], Any]
+    replicas: tuple[int, ...]
+    eager: tuple[int, ...]
+    tolerance: float
+    why: str
+    core: bool
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(
+    *,
+    replicas: Sequence[int] = ALL,
+    eager: Sequence[int] = EAGER,
+    tolerance: float = TOLERANCE,
+    why: str = "",
+    core: bool = False,
+) -> Callable[[Callable[[tf.distribute.Strategy], Any]], Callable[[tf.distribute.Strategy], Any]]:
+    """Registers a program under its function's name.
+
+    Args:
+        replicas: numbers of replicas to compare at.
+        eager: those of them to run with the eager engine too.
+        tolerance: see `TOLERANCE`; another one needs a reason.
+        why: the reason for another tolerance, or for running at fewer numbers of replicas or not eagerly.
+        core: also run on the oldest supported TensorFlow.
+    """
+    if tolerance != TOLERANCE and not why:
+        raise ValueError("a tolerance of its own needs a reason")
+
+    def register(function: Callable[[tf.distribute.Strategy], Any]) -> Callable[[tf.distribute.Strategy], Any]:
+        name = function.__name__
+        if name in PROGRAMS:
+            raise ValueError(f"two programs are called {name}")
+        both = tuple(number for number in eager if number in replicas)
+        PROGRAMS[name] = Program(name, function, tuple(replicas), both, tolerance, why, core)
+        return function
+
+    return register
+
+
+def exchange_directory() -> pathlib.Path:
+    """A directory that all processes of a test session share."""
+    return pathlib.Path(os.environ["MICROSTRAT_EXCHANGE"])
+
+
+# --- Data and models --------------------------------------------------------------------------------------------------
+def rows(number: int, *shape: int, seed: int = 0) -> np.ndarray:
+    """Normally distributed float32 rows."""
+    return np.random.default_rng(seed).standard_normal((number, *shape)).astype(np.float32)
+
+
+def labels(number: int, classes: int = 4, seed: int = 1) -> np.ndarray:
+    """Integer labels, int64."""
+    return np.random.default_rng(seed).integers(0, classes, number)
+
+
+def mlp(features: int = 6, classes: int = 4) -> keras.Model:
+    """A small classifier that returns logits."""
+    return keras.Sequential(
+        [keras.Input((features,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(classes)]
+    )
+
+
+def batches(*arrays: Any, batch: int = BATCH, drop_remainder: bool = False) -> tf.data.Dataset:
+    """A dataset of global batches."""
+    data = tf.data.Dataset.from_tensor_slices(arrays if len(arrays) > 1 else arrays[0])
+    return data.batch(batch, drop_remainder=drop_remainder)
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+def by_path(variables: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Cross-replica values of Keras variables."""
+    return {variable.path: np.asarray(variable) for variable in variables}
+
+
+def model_state(model: keras.Model) -> dict[str, Any]:
+    """Weights, slots and metrics of a compiled model, as seen in cross-replica context."""
+    return {
+        "weights": by_path(model.variables),
+        "optimizer": by_path(model.optimizer.variables),
+        "metrics": by_path(model.metrics_variables),
+    }
+
+
+def per_replica(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> list[list[np.ndarray]]:
+    """What each replica sees when it reads the variables."""
+
+    @tf.function
+    def read() -> Any:
+        return strategy.run(lambda: [tf.identity(tf.convert_to_tensor(variable)) for variable in variables])
+
+    return [local(strategy, value) for value in read()]
+
+
+def local(strategy: tf.distribute.Strategy, value: Any) -> list[np.ndarray]:
+    """A per-replica value as a list of arrays."""
+    return [np.asarray(part) for part in strategy.experimental_local_results(value)]
+
+
+def arrays(structure: Any) -> Any:
+    """The structure with every tensor as an array."""
+    if isinstance(structure, Mapping):
+        return {key: arrays(value) for key, value in structure.items()}
+    if isinstance(structure, list | tuple):
+        return [arrays(value) for value in structure]
+    return np.asarray(structure)
+
+
+# --- Training ---------------------------------------------------------------------------------------------------------
+def classify(
+    strategy: tf.distribute.Strategy,
+    build: Callable[[], keras.Model],
+    optimizer: Callable[[], keras.optimizers.Optimizer],
+    data: tf.data.Dataset,
+    *,
+    batch: int = BATCH,
+    epochs: int = 5,
+) -> dict[str, Any]:
+    """The usual custom loop: `data` yields (inputs, labels); the loss is the sum over the examples / `batch`."""
+    with strategy.scope():
+        model = build()
+        stepper = optimizer()
+        stepper.build(model.trainable_variables)
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+    distributed = strategy.experimental_distribute_dataset(data)
+
+    def replica_step(x: Any, y: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(loss_of(y, model(x, training=True))) / batch
+        gradients = tape.gradient(loss, model.trainable_variables)
+        stepper.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    @tf.function
+    def step(inputs: Any) -> tf.Tensor:
+        per_replica_loss = strategy.run(replica_step, args=inputs)
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica_loss, axis=None)
+
+    losses = [step(inputs) for _ in range(epochs) for inputs in distributed]
+    extra = [variable for variable in model.variables if not variable.trainable]
+    return {
+        "losses": np.asarray(losses),
+        "weights": by_path(model.variables),
+        "optimizer": by_path(stepper.variables),
+        "local": per_replica(strategy, extra) if extra else [],
+    }

@@ -1,0 +1,89 @@
+"""Runs parity programs in a process of its own: `python -m tests.worker DIRECTORY RUNNING KIND:N:PROGRAM ...`.
+
+MirroredStrategy needs one logical CPU per replica, declared before TensorFlow starts, so each N is a process. Every job's
+result goes to its own file in DIRECTORY as soon as it is there, and the file RUNNING names the job at work, so that a job
+that hangs costs no other.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import pickle
+import sys
+import time
+import traceback
+from typing import Any
+
+KINDS = ("mirrored", "looped", "eager")
+
+
+def result_file(directory: pathlib.Path, job: str) -> pathlib.Path:
+    return directory / f"{job.replace(':', '-')}.pickle"
+
+
+def write(directory: pathlib.Path, job: str, outcome: dict[str, Any]) -> None:
+    """Writes {"results" or "error", "seconds"} at once: a reader never sees half a file."""
+    path = result_file(directory, job)
+    part = path.with_suffix(".part")
+    part.write_bytes(pickle.dumps(outcome))
+    part.rename(path)
+
+
+@functools.cache
+def mirrored(number: int) -> Any:
+    """The one MirroredStrategy of this process: a second would use the same keys for other collectives."""
+    import tensorflow as tf
+
+    return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(number)])
+
+
+def run(kind: str, number: int, name: str) -> dict[str, Any]:
+    """Runs one program and says what came of it."""
+    import keras
+    import tensorflow as tf
+
+    import microstrat
+    from tests import programs
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(7)
+    tf.config.run_functions_eagerly(kind == "eager")
+    start = time.perf_counter()
+    try:
+        strategy = mirrored(number) if kind == "mirrored" else microstrat.MicroBatchStrategy(number)
+        outcome = {"results": programs.PROGRAMS[name].run(strategy)}
+    except Exception:
+        outcome = {"error": traceback.format_exc()}
+    return {**outcome, "seconds": time.perf_counter() - start}
+
+
+def configure(number_of_devices: int) -> None:
+    """Sets TensorFlow up; before it starts."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import tensorflow as tf
+
+    tf.get_logger().setLevel("ERROR")
+    # With fewer threads, MirroredStrategy on logical CPUs can wait for itself.
+    tf.config.threading.set_inter_op_parallelism_threads(8)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    devices = [tf.config.LogicalDeviceConfiguration() for _ in range(number_of_devices)]
+    tf.config.set_logical_device_configuration(cpu, devices)
+
+
+def main(directory: pathlib.Path, running: pathlib.Path, jobs: list[str]) -> None:
+    parsed = [(kind, int(number), name) for kind, number, name in (job.split(":") for job in jobs)]
+    configure(max([number for kind, number, _ in parsed if kind == "mirrored"], default=1))
+    for job, (kind, number, name) in zip(jobs, parsed, strict=True):
+        running.write_text(job)
+        outcome = run(kind, number, name)
+        write(directory, job, outcome)
+        if kind == "mirrored" and "error" in outcome:
+            # An aborted collective spoils all that follow; whoever started this process starts another for the rest.
+            return
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3:])
