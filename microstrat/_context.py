@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _tf, _values
+from microstrat import _branches, _errors, _kinds, _tf, _values
 
 _thread = threading.local()
 _REPLICA_ID = _tf.CallTimeKey(("replica id",))
@@ -47,6 +47,7 @@ class Tracing:
         ordinary graph; the lowering replaces it.
       cuts: operations that cut a replica's share out of an argument; cheap, so repeated rather than kept.
       inline: whether nested tf.functions run inline (they hold a collective).
+      lifted: whether a collective stood in a branch, and was lifted out of it.
       restart: why the trace must start again, if it must.
     """
 
@@ -60,6 +61,9 @@ class Tracing:
         self.graph = _tf.replica_graph(self.graph_name)
         self.collectives: dict[tf.Operation, Collective] = {}
         self.cuts: set[tf.Operation] = set()
+        self.lifted = False
+        self.kinds = _kinds.Kinds(self.graph)
+        self._varies: dict[tf.Operation, bool] = {}
         self.restart: str | None = None
         self.redirected: list[tuple[tf.Tensor, tf.Tensor]] = []
         with self.graph.as_default():
@@ -80,7 +84,7 @@ class Tracing:
 
     def collect(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
         """Leaves a marker that stands for a collective over `tensor`, and returns its result."""
-        self.check_placement(collective.kind)
+        tensor = self._out_of_branches(collective.kind, tensor)
         shape = tensor.shape
         if collective.kind == "concat" and shape.rank is not None:
             dims = shape.as_list()
@@ -88,7 +92,7 @@ class Tracing:
             shape = tf.TensorShape(dims)
         elif collective.kind == "concat":
             shape = tf.TensorShape(None)
-        with tf.control_dependencies(None):
+        with self.graph.as_default(), tf.control_dependencies(None):
             # Unlike an Identity, this op may have a wider static shape than its input.
             marker = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name="collective")
         self.collectives[marker.op] = collective
@@ -136,15 +140,24 @@ class Tracing:
             f"The local results of a tensor of unknown rank ({tensor.name}) are not supported in a merge function."
         )
 
-    def check_placement(self, kind: str) -> None:
-        """Refuses a collective inside a branch or loop; a nested tf.function is traced again, inline."""
+    def refuse_nested_function(self) -> None:
+        """A nested tf.function that holds a collective is traced again, inline."""
+        graph = tf.compat.v1.get_default_graph()
+        if enclosing_function(graph, self.graph) is not None:
+            self._restart("inline")
+
+    def _out_of_branches(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
+        """The source of a collective, computed outside the branches it stands in."""
+        self.refuse_nested_function()
         graph = tf.compat.v1.get_default_graph()
         if graph is self.graph:
-            return
-        nested = enclosing_function(graph, self.graph)
-        if nested is not None and not self.inline:
-            self._restart("inline")
-        raise _errors.collective_in_branch(kind, self.function_name, graph.name, "")
+            return tensor
+        try:
+            lifted = _branches.lift(tensor, self.graph)
+        except _branches.CannotLift as reason:
+            raise _errors.collective_in_branch(kind, self.function_name, str(reason)) from None
+        self.lifted = True
+        return lifted
 
     def _restart(self, reason: str) -> None:
         """Gives up this trace. The tracer sees `restart`: AutoGraph would not let a type of our own through."""
@@ -156,6 +169,44 @@ class Tracing:
         if isinstance(value, tf.Tensor | tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
             return _values.Symbolic(self.num_replicas, value, self.all_values)
         return value
+
+    def varies(self, value: Any) -> bool:
+        """Whether a value may differ between replicas, as far as the trace tells by now.
+
+        Inside a nested tf.function nothing is known of its arguments, so everything there may.
+        """
+        if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
+            return False
+        if enclosing_function(value.graph, self.graph) is not None:
+            return True
+        stack = [value.op]
+        while stack:
+            op = stack[-1]
+            if op in self._varies:
+                stack.pop()
+                continue
+            sources = self._sources_of(op)
+            unknown = [source for source in sources if source not in self._varies]
+            if unknown and not self._varies_itself(op):
+                stack.extend(unknown)
+                continue
+            self._varies[op] = self._varies_itself(op) or any(self._varies[source] for source in sources)
+            stack.pop()
+        return self._varies[value.op]
+
+    def _varies_itself(self, op: tf.Operation) -> bool:
+        if op is self.replica_id.op:
+            return True
+        return self.kinds.has_own_state(op) and op not in self.graph.cross_replica_ops
+
+    def _sources_of(self, op: tf.Operation) -> list[tf.Operation]:
+        if op in self.collectives:
+            return []
+        if op.graph is self.graph or op.type != "Placeholder":
+            return [tensor.op for tensor in op.inputs if hasattr(tensor, "op")]
+        # An argument of a branch or loop: captured from further out, or a loop variable, which may be anything.
+        outer = next((outer for outer, inner in op.graph.captures if inner.op is op), self.replica_id)
+        return [outer.op] if isinstance(getattr(outer, "graph", None), _tf.FuncGraph) else []
 
     def adopt_local_state(self, primary: Any, read: Callable[[], tf.Tensor]) -> None:
         """Makes the reads so far of a variable that has just got a value per replica read that value."""
@@ -198,6 +249,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     def _reduce_flat(self, reduce_op: tf.distribute.ReduceOp, flat: list[Any]) -> list[Any]:
         raise NotImplementedError
+
+    def will_use_handle(self, variable: Any) -> None:
+        """Hook: the replica may write `variable` through its handle, past the variable's own methods."""
 
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:
@@ -268,7 +322,7 @@ class SymbolicReplicaContext(ReplicaContext):
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs `merge_fn` inline, once: its arguments are symbols that stand for all replicas' values."""
         tracing = self.tracing
-        tracing.check_placement("merge_call")
+        tracing.refuse_nested_function()
         graph = tracing.graph
         args, kwargs = tf.nest.map_structure(tracing.symbolic, (tuple(args), dict(kwargs)))
         graph.cross_replica_depth += 1

@@ -35,6 +35,11 @@ class EagerReplicaContext(_context.ReplicaContext):
     def _own_id(self) -> tf.Tensor:
         return tf.constant(self._number)
 
+    def will_use_handle(self, variable: Any) -> None:
+        """Notes that the replica may write `variable` through its handle."""
+        if self._replica is not None:
+            self._replica.registers.touch(variable, self.num_replicas_in_sync)
+
     def _meet(self, request: _Request) -> Any:
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
@@ -49,6 +54,49 @@ class EagerReplicaContext(_context.ReplicaContext):
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._meet(_Merge(merge_fn, tuple(args), dict(kwargs)))
+
+
+class _Registers:
+    """Variables that replicas write through their handle: each replica finds there what it left.
+
+    A tf.random.Generator advances its state variable by handle. One variable serves all replicas, so its value is swapped
+    when another replica's turn comes, as a processor swaps registers between threads.
+    """
+
+    def __init__(self) -> None:
+        self._variables: list[Any] = []
+        self._initial: list[list[tf.Tensor]] = []
+        self._left: list[dict[int, tf.Tensor]] = []
+
+    def touch(self, variable: Any, num_replicas: int) -> None:
+        """Called before a replica's first use of a variable's handle."""
+        if any(known is variable for known in self._variables):
+            return
+        if variable.rows is None:
+            initial = [variable.primary.read_value()] * num_replicas
+        else:
+            initial = list(tf.unstack(variable.rows.read_value(), num=num_replicas))
+        self._variables.append(variable)
+        self._initial.append(initial)
+        self._left.append({})
+
+    def load(self, replica: int) -> None:
+        for variable, initial, left in zip(self._variables, self._initial, self._left, strict=True):
+            variable.primary.assign(left.get(replica, initial[replica]))
+
+    def save(self, replica: int) -> None:
+        for variable, left in zip(self._variables, self._left, strict=True):
+            left[replica] = variable.primary.read_value()
+
+    def finish(self) -> None:
+        """Leaves replica 0's value in the variable, and every replica's in its rows if they differ."""
+        for variable, initial, left in zip(self._variables, self._initial, self._left, strict=True):
+            values = [left.get(replica, start) for replica, start in enumerate(initial)]
+            variable.primary.assign(values[0])
+            if variable.rows is None and all(bool(tf.reduce_all(value == values[0])) for value in values):
+                continue
+            variable.ensure_rows()
+            variable.rows.assign(tf.stack(values))
 
 
 class _Request:
@@ -88,7 +136,7 @@ class _Merge(_Request):
 class _Replica(threading.Thread):
     """One virtual replica: runs when `proceed` is called, until it pauses at a collective or ends."""
 
-    def __init__(self, strategy: Any, number: int, fn: Any, args: Any, kwargs: Any, device: str, made: list[Any]):
+    def __init__(self, strategy: Any, number: int, fn: Any, args: Any, kwargs: Any, device: str, made: list[Any], registers: Any):
         super().__init__(name=f"microstrat-replica-{number}", daemon=True)
         self.function_name = _trace.name_of(fn)
         self.request: _Request | None = None
@@ -98,6 +146,7 @@ class _Replica(threading.Thread):
         self._strategy, self._number, self._device = strategy, number, device
         self._call = lambda: fn(*args, **kwargs)
         self._made = made
+        self.registers = registers
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
         self._answer: Any = None
@@ -142,8 +191,10 @@ class _Replica(threading.Thread):
         """Lets the replica run until it pauses or ends."""
         self._answer = answer
         self.request = None
+        self.registers.load(self._number)
         self._go.release()
         self._paused.acquire()
+        self.registers.save(self._number)
 
     def abandon(self) -> None:
         if not self.done:
@@ -183,6 +234,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
         with EagerReplicaContext(strategy, 0, None), tf.device(device):
             return fn(*_values.select_replica(tuple(args), 0), **_values.select_replica(kwargs, 0))
     made: list[Any] = []
+    registers = _Registers()
     replicas = [
         _Replica(
             strategy,
@@ -192,6 +244,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
             _values.select_replica(kwargs, replica),
             device,
             made,
+            registers,
         )
         for replica in range(number)
     ]
@@ -203,6 +256,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
         for replica in replicas:
             replica.abandon()
             replica.join()
+    registers.finish()
     return _values.regroup([replica.result for replica in replicas])
 
 

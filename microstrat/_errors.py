@@ -62,26 +62,28 @@ def varying_write(variable: str, function: str, operation: str, where: str) -> R
     )
 
 
-def local_update(variable: str) -> RuntimeError:
-    return RuntimeError(
-        f"Variable {variable!r} has a value per replica. In cross-replica context it can be assigned "
-        "(assign, assign_add, assign_sub), which sets all replicas' values, but strategy.extended.update can run only "
-        "these on it."
-    )
-
-
 def scatter_on_local(variable: str, method: str) -> NotImplementedError:
     return NotImplementedError(
         f"{method} on variable {variable!r}, which has a value per replica, is not supported: assign the whole value."
     )
 
 
-def collective_in_branch(kind: str, function: str, graph: str, where: str) -> RuntimeError:
+_COLLECTIVE_KINDS = {"sum": "an all-reduce", "concat": "a gather", "first": "an update from the first replica"}
+
+
+def collective_in_branch(kind: str, function: str, reason: str) -> RuntimeError:
     return RuntimeError(
-        f"Replica function {function!r} calls {kind} inside a tf.cond or tf.while_loop ({graph}{where}). Replicas meet at "
-        "a collective, so all must get there: the engine cannot see that they do when the condition may differ between "
-        "replicas. Move the collective (often optimizer.apply_gradients) out of the branch, or select its input with "
-        "tf.where."
+        f"Replica function {function!r} has {_COLLECTIVE_KINDS[kind]} inside a tf.cond or tf.while_loop, and it cannot be "
+        f"taken out: {reason}. Replicas meet at a collective, so it must not depend on how the branch goes. Compute its "
+        "input before the branch, or move the collective (often optimizer.apply_gradients) out of it."
+    )
+
+
+def collective_under_varying_condition(function: str, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"In replica function {function!r}, a collective (an all-reduce, often optimizer.apply_gradients) stands under a "
+        f"condition that may differ between replicas{where}. Replicas meet at a collective, so all must get there or none. "
+        "Make the condition the same for all replicas (all_reduce it first), or move the collective out of the branch."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _eager, _errors, _inputs, _lower, _tf, _trace, _values, _variables
+from microstrat import _context, _eager, _errors, _inputs, _lower, _tf, _values, _variables
 
 
 class MicroBatchExtended(_tf.StrategyExtended):
@@ -35,7 +35,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             return self._around(fn)(*args, **kwargs)
         if tf.executing_eagerly():
             return _eager.run(strategy, fn, args, kwargs, self._device)
-        return _lower.lower(_trace.trace(strategy, fn, args, kwargs, self._device), strategy, self._device)
+        return _lower.run(strategy, fn, args, kwargs, self._device)
 
     def _around(self, fn: Any) -> Any:
         """`fn` with the loop over the replicas inside it, rather than around: a tf.function runs one replica only."""
@@ -110,7 +110,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         """This strategy's variable behind a resource handle, or None."""
         reference = self._owners.get(id(handle))
         variable = reference() if reference is not None else None
-        if variable is None or (variable.handle is not handle and not variable.handle_is_rows(handle)):
+        if variable is None or (variable.components()[0].handle is not handle and not variable.handle_is_rows(handle)):
             return None
         return variable
 
@@ -126,11 +126,17 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         self._check_owned(var, "extended.update")
-        return self._update_once(lambda *a, **k: fn(self._component(var), *a, **k), args, kwargs, group)
+        if var.rows is None or _context.current_tracing() is not None:
+            # One value, or a trace that stands for all replicas.
+            return self._update_once(lambda *a, **k: fn(self._component(var, 0), *a, **k), args, kwargs, group)
+        for replica in range(self._number):
+            own_args, own_kwargs = _values.select_replica((tuple(args), kwargs), replica)
+            with tf.device(self._device), _tf.UpdateContext(replica):
+                fn(self._component(var, replica), *own_args, **own_kwargs)
+        return var if group else (var,) * self._number
 
-    def _component(self, var: Any) -> Any:
-        with _tf.UpdateContext(0):
-            return var._get_replica(0)  # noqa: SLF001 - this package's own class
+    def _component(self, var: Any, replica: int) -> Any:
+        return var._get_replica(replica)  # noqa: SLF001 - this package's own class
 
     def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         del colocate_with
@@ -224,7 +230,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
         contexts = [tf.distribute.experimental.ValueContext(replica, self._number) for replica in range(self._number)]
         values = [value_fn(context) for context in contexts]
-        return values[0] if self._number == 1 else _values.Separate(values)
+        return values[0] if self._number == 1 else _values.regroup(values, always_wrap=True)
 
     def _experimental_make_numpy_dataset(self, numpy_input: Any, session: Any) -> tf.data.Dataset:
         del session

@@ -38,19 +38,36 @@ def last_lowered() -> Lowered | None:
     return getattr(_last, "lowered", None)
 
 
-def lower(trace: _trace.Trace, strategy: Any, device: str) -> Any:
-    """Emits a trace into the current graph and returns the replica function's result."""
+def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Any:
+    """Runs `fn` for every replica as part of the current graph and returns the per-replica results.
+
+    A variable that may have a value per replica, but was taken for a shared one while tracing, turns out here: it gets its
+    values, and the function is traced again.
+    """
     owner_of = strategy.extended.owner_of
-    graph = _trace.to_graph(trace, owner_of)
     num_replicas = strategy.num_replicas_in_sync
-    if num_replicas == 1:
-        varying = [False] * len(graph.nodes)
-    else:
+    while True:
+        trace = _trace.trace(strategy, fn, args, kwargs, device)
+        graph = _trace.to_graph(trace, owner_of)
+        if num_replicas == 1:
+            varying = [False] * len(graph.nodes)
+            break
         varying = _plan.find_varying(graph.nodes)
-        _trace.refuse_varying_writes(graph, varying, trace, owner_of)
+        _trace.refuse_varying_conditions(graph, varying, trace)
+        found = _trace.varying_writes(graph, varying, trace, owner_of)
+        local = [owner for owner, _ in found if owner.may_become_local]
+        if not local:
+            _trace.refuse_varying_writes(found, trace)
+            break
+        for owner in local:
+            owner.ensure_rows()
+    return _lower(trace, graph, varying, num_replicas, device)
+
+
+def _lower(trace: _trace.Trace, graph: _trace.Graph, varying: list[bool], num_replicas: int, device: str) -> Any:
     emitter = _Emitter(trace, graph, num_replicas, device)
     emitter.settle_uniform_collectives(varying)
-    varying += [False] * (len(graph.nodes) - len(varying))
+    varying = varying + [False] * (len(graph.nodes) - len(varying))
     plan = _plan.plan(graph.nodes, varying)
     result = emitter.emit(plan, varying)
     _last.lowered = Lowered(plan, len(graph.operations))
@@ -133,9 +150,14 @@ class _Emitter:
 
     # --- Emission -----------------------------------------------------------------------------------------------------
     def emit(self, plan: _plan.Plan, varying: Sequence[bool]) -> Any:
+        graph_nodes = self.graph.nodes
         self.plan = plan
         self.varying = varying
         self.sets = [frozenset(stage.nodes) | frozenset(stage.copies) for stage in plan.stages]
+        self._last_write: dict[Any, int] = {}
+        for node, stage in plan.stage.items():
+            for resource in graph_nodes[node].writes:
+                self._last_write[resource] = max(stage, self._last_write.get(resource, -1))
         self._keep_ordering_within_stages()
         for function in _tf.functions(self.inner).values():
             _tf.add_function(self.outer, function)
@@ -212,10 +234,12 @@ class _Emitter:
         return [list(keys) for keys in wanted]
 
     def _must_run(self, stage: int) -> list[tf.Operation]:
+        """Effects, and reads that a later stage's write must not overtake: an inlined call waits for nothing else."""
         return [
             self.graph.operations[node]
             for node in self.sets[stage]
-            if self.graph.nodes[node].effect and self.graph.nodes[node].required
+            if (self.graph.nodes[node].effect and self.graph.nodes[node].required)
+            or self._last_write.get(self.graph.nodes[node].reads, -1) > stage
         ]
 
     def _outside(self, key: Key) -> tf.Tensor:
@@ -418,7 +442,7 @@ class _Emitter:
                 for node in self.sets[stage]:
                     op = self.graph.operations[node]
                     for index, tensor in enumerate(op.inputs):
-                        if self.key(tensor) == key:
+                        if tensor.op in self.graph.ids and self.key(tensor) == key:
                             _tf.update_input(op, index, item)
                 found.append((handle, self.lists[key]))
             else:

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2 as _attr_value_pb2  # protos are not exported under tf.*
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
+from tensorflow.python.autograph.core import config as _ag_config
 from tensorflow.python.autograph.impl import api as _autograph
 from tensorflow.python.client import pywrap_tf_session as _session
 from tensorflow.python.distribute import device_util as _device_util
@@ -146,6 +147,10 @@ def eager_op_callbacks() -> Any:
     return _context.context()._thread_local_data
 
 
+# AutoGraph converts whatever converted user code calls, this package too; a rule is the only way to exempt a package.
+_ag_config.CONVERSION_RULES = (_ag_config.DoNotConvert("microstrat"), *_ag_config.CONVERSION_RULES)
+
+
 # --- Graphs -----------------------------------------------------------------------------------------------------------
 def replica_graph(name: str) -> Any:
     """A FuncGraph that notes which of its operations were made in cross-replica context."""
@@ -251,10 +256,34 @@ def functions(graph: Any) -> dict[str, Any]:
     return graph._functions
 
 
+def function_definition(graph: Any, name: str) -> Any:
+    """The FunctionDef of function `name` of `graph`'s library."""
+    return graph._functions[name].cached_definition
+
+
 def function_nodes(graph: Any, name: str) -> Any:
-    """The NodeDefs of function `name` of `graph`'s library."""
-    function = graph._functions.get(name)
-    return function.cached_definition.node_def if function is not None else ()
+    """The NodeDefs of function `name`; none if the graph does not hold it."""
+    return function_definition(graph, name).node_def if name in graph._functions else ()
+
+
+def copy_operation(op: tf.Operation, inputs: Sequence[tf.Tensor], graph: Any) -> tf.Operation:
+    """The same operation over other inputs in another graph; tf.* functions can't be had back from an operation."""
+    for function in op.graph._functions.values():
+        graph._add_function_recursive(function)
+    attrs = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+    with graph.as_default(), _ops.control_dependencies(None):
+        return graph._create_op_internal(
+            op.type, list(inputs), [output.dtype for output in op.outputs], attrs=attrs, op_def=op.op_def
+        )
+
+
+def function_names(op: tf.Operation, attr: str) -> list[str]:
+    """The functions that attribute `attr` of `op` names, if it has it."""
+    try:
+        value = op.get_attr(attr)
+    except ValueError:
+        return []
+    return [func.name for func in (value if isinstance(value, list) else [value]) if hasattr(func, "name")]
 
 
 def graph_to_function(

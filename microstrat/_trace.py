@@ -11,12 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _errors, _plan, _tf, _values
+from microstrat import _branches, _context, _errors, _kinds, _plan, _tf, _values
 
-# Ops that TensorFlow marks stateful, but that have nothing to run once a replica for: they follow their inputs.
-_FOLLOWS_INPUTS = frozenset({"Assert", "VarIsInitializedOp", "VariableShape", "LookupTableFindV2", "LookupTableSizeV2"})
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
-                    "StatelessCase"})  # fmt: skip
 _MAX_TRACES = 32
 
 
@@ -88,6 +84,10 @@ def _trace_once(
             _tf.replace_tensor(old, new)
     _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
     _see_through_identity_n(graph, leaves)
+    if tracing.lifted:
+        for op in graph.get_operations():
+            if op.type in _kinds.BRANCHES and any(tensor.op in tracing.collectives for tensor in op.inputs):
+                _branches.drop_dead_inputs(op, graph)
     return Trace(tracing, structure, leaves, frozenset(control.ops_which_must_run))
 
 
@@ -151,41 +151,6 @@ class Graph:
     nodes: list[_plan.Node] = field(default_factory=list)
 
 
-class _FunctionEffects:
-    """Which stateful operations the functions of a graph hold, at any depth."""
-
-    def __init__(self, graph: Any):
-        self._graph = graph
-        self._known: dict[str, frozenset[str]] = {}
-
-    def of(self, op: tf.Operation) -> frozenset[str]:
-        names = [name for key in ("f", "body", "cond", "then_branch", "else_branch") for name in _function_names(op, key)]
-        names += _function_names(op, "branches")
-        return frozenset().union(*(self._of_function(name) for name in names))
-
-    def _of_function(self, name: str) -> frozenset[str]:
-        if name not in self._known:
-            self._known[name] = frozenset()  # functions may be recursive
-            found: set[str] = set()
-            for node in _tf.function_nodes(self._graph, name):
-                if _tf.op_type_is_stateful(node.op):
-                    found.add(node.op)
-                for attr in node.attr.values():
-                    for func in (attr.func, *attr.list.func):
-                        if func.name:
-                            found |= self._of_function(func.name)
-            self._known[name] = frozenset(found - _CALLS)
-        return self._known[name]
-
-
-def _function_names(op: tf.Operation, key: str) -> list[str]:
-    try:
-        attr = op.get_attr(key)
-    except ValueError:
-        return []
-    return [func.name for func in (attr if isinstance(attr, list) else [attr]) if hasattr(func, "name")]
-
-
 def to_graph(trace: Trace, owner_of: Callable[[tf.Tensor], Any]) -> Graph:
     """Describes a trace to the planner. `owner_of` maps a captured handle to the strategy's variable it belongs to."""
     tracing = trace.tracing
@@ -195,12 +160,11 @@ def to_graph(trace: Trace, owner_of: Callable[[tf.Tensor], Any]) -> Graph:
         result.operations.append(op)
     outer_of = {id(inner): outer for outer, inner in tracing.graph.captures}
     required = {leaf.op for leaf in trace.leaves if isinstance(leaf, tf.Tensor) and leaf.graph is tracing.graph}
-    effects = _FunctionEffects(tracing.graph)
     # A variable of somebody else that replicas write: each sees the writes of those before it, so all of it varies.
     foreign: set[Hashable] = set()
     while True:
         result.nodes = [
-            _describe(op, trace, result.ids, outer_of, required, effects, foreign, owner_of) for op in result.operations
+            _describe(op, trace, result.ids, outer_of, required, foreign) for op in result.operations
         ]
         found = _foreign_writes(result, outer_of, owner_of, tracing)
         if found <= foreign:
@@ -221,9 +185,7 @@ def _describe(
     ids: dict[tf.Operation, int],
     outer_of: dict[int, tf.Tensor],
     required: set[tf.Operation],
-    effects: _FunctionEffects,
     foreign: set[Hashable],
-    owner_of: Callable[[tf.Tensor], Any],
 ) -> _plan.Node:
     tracing = trace.tracing
     inputs = tuple(ids[tensor.op] for tensor in op.inputs)
@@ -238,14 +200,11 @@ def _describe(
     if not _tf.is_stateful(op):
         return _plan.Node(inputs, after, cheap=op in tracing.cuts, required=must)
     resources = {resource_of(t, outer_of) for t in op.inputs if t.dtype == tf.resource}
-    writes = frozenset(resource_of(t, outer_of) for t in _tf.written_resources(op))
-    if op.type in _FOLLOWS_INPUTS:
-        writes = frozenset()
-    within = effects.of(op) if op.type in _CALLS else frozenset({op.type})
+    writes = frozenset(resource_of(t, outer_of) for t in _kinds.writes(op))
+    own_state = tracing.kinds.has_own_state(op)
     # Random draws, prints and Python functions run once per replica whatever their inputs; those of a merge function once.
-    own_state = any(not _touches_resource(kind) and kind not in _FOLLOWS_INPUTS for kind in within)
     per_replica = own_state and op not in tracing.graph.cross_replica_ops
-    effect = bool(writes) or own_state or "Assert" in within
+    effect = bool(writes) or own_state or tracing.kinds.asserts(op)
     reads = None
     if op.type == "ReadVariableOp":
         (reads,) = resources
@@ -259,10 +218,6 @@ def _describe(
         reads=reads,
         writes=writes,
     )
-
-
-def _touches_resource(op_type: str) -> bool:
-    return _tf.op_type_takes_resource(op_type)
 
 
 def _foreign_writes(
@@ -283,21 +238,39 @@ def _foreign_writes(
     return found
 
 
-def refuse_varying_writes(
+def varying_writes(
     graph: Graph, varying: Sequence[bool], trace: Trace, owner_of: Callable[[tf.Tensor], Any]
-) -> None:
-    """Raises if replicas would write different values to a variable that has one."""
-    tracing = trace.tracing
-    outer_of = {id(inner): outer for outer, inner in tracing.graph.captures}
+) -> list[tuple[Any, tf.Operation]]:
+    """(variable, operation) where replicas would write different values to a variable that has one."""
+    outer_of = {id(inner): outer for outer, inner in trace.tracing.graph.captures}
+    found = []
     for index, (op, node) in enumerate(zip(graph.operations, graph.nodes, strict=True)):
         if not node.writes or not varying[index]:
             continue
         for tensor in op.inputs:
             if tensor.dtype != tf.resource or resource_of(tensor, outer_of) not in node.writes:
                 continue
-            owner = owner_of(outer_of.get(id(tensor), tensor))
-            if owner is not None and not owner.handle_is_rows(outer_of.get(id(tensor), tensor)):
-                raise _errors.varying_write(owner.name, tracing.function_name, op.type, where(op))
+            handle = outer_of.get(id(tensor), tensor)
+            owner = owner_of(handle)
+            if owner is not None and not owner.handle_is_rows(handle):
+                found.append((owner, op))
+    return found
+
+
+def refuse_varying_conditions(graph: Graph, varying: Sequence[bool], trace: Trace) -> None:
+    """Raises if a collective that was lifted out of a branch stood under a condition that differs between replicas."""
+    tracing = trace.tracing
+    for op in graph.operations if tracing.lifted else ():
+        if op.type in _kinds.BRANCHES and any(tensor.op in tracing.collectives for tensor in op.inputs[1:]):
+            condition = op.inputs[0].op
+            if varying[graph.ids[condition]] and condition not in tracing.collectives:
+                raise _errors.collective_under_varying_condition(tracing.function_name, where(op))
+
+
+def refuse_varying_writes(found: Sequence[tuple[Any, tf.Operation]], trace: Trace) -> None:
+    """Raises if replicas would write different values to a variable that must have one."""
+    for owner, op in found:
+        raise _errors.varying_write(owner.name, trace.tracing.function_name, op.type, where(op))
 
 
 def where(op: tf.Operation) -> str:

@@ -13,7 +13,7 @@ classes here are PerReplica values too, and `values` has N entries when somebody
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -112,7 +112,9 @@ class PerReplica(_tf.PerReplica):
         return tf.nest.map_structure(lambda total: total / self.num_replicas, self.reduce_sum())
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._type_spec!r})"
+        if not tf.executing_eagerly():
+            return f"PerReplica({self._type_spec!r})"
+        return "PerReplica:{" + ",".join(f"\n  {index}: {value!r}" for index, value in enumerate(self.values)) + "\n}"
 
     __str__ = __repr__
 
@@ -539,22 +541,23 @@ def select_replica(structure: Any, replica_id: Any) -> Any:
     return tf.nest.map_structure(select, structure)
 
 
-def regroup(values: Sequence[Any]) -> Any:
+def regroup(values: Sequence[Any], *, always_wrap: bool = False) -> Any:
     """N results of a replica function, replica 0 first, as one structure of per-replica values.
 
-    Follows tf.distribute: equal structures; the same object in all replicas comes back as it is.
+    Follows tf.distribute: equal structures; the same object in all replicas comes back as it is, unless `always_wrap`.
     """
     first = values[0]
-    if isinstance(first, dict) or hasattr(first, "keys"):
-        return type(first)((key, regroup([value[key] for value in values])) for key in first)
+    if isinstance(first, Mapping):
+        parts = [(key, regroup([value[key] for value in values], always_wrap=always_wrap)) for key in first]
+        return type(first)(parts)  # type: ignore[call-arg]
     if isinstance(first, list | tuple) and not isinstance(first, LocalResults):
         lengths = {len(value) for value in values}
         if len(lengths) > 1:
             raise _errors.different_structures(lengths)
-        parts = [regroup([value[index] for value in values]) for index in range(len(first))]
-        if hasattr(first, "_make"):
-            return first._make(parts)
-        return type(first)(parts)
-    if all(value is first for value in values):
+        items = [
+            regroup([value[index] for value in values], always_wrap=always_wrap) for index in range(len(first))
+        ]
+        return first._make(items) if hasattr(first, "_make") else type(first)(items)
+    if all(value is first for value in values) and not always_wrap:
         return first
     return Separate(values)

@@ -48,10 +48,14 @@ def _in_update_context() -> bool:
 
 
 class ReplicaView:
-    """The component variable of one replica: a row of `rows`, the row of the replica whose turn it is."""
+    """The component variable of one replica: a row of `rows`; by default of the replica whose turn it is."""
 
-    def __init__(self, container: Any):
+    def __init__(self, container: Any, replica_id: Any = None):
         self._container = container
+        self._replica_id = replica_id
+
+    def _row(self) -> Any:
+        return _context.live_replica_id() if self._replica_id is None else self._replica_id
 
     name = property(lambda self: self._container.name)
     dtype = property(lambda self: self._container.dtype)
@@ -59,9 +63,12 @@ class ReplicaView:
     device = property(lambda self: self._container.device)
 
     def read_value(self) -> tf.Tensor:
-        return self._container.read_row(_context.live_replica_id())
+        return self._container.read_row(self._row())
 
     value = read_value
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self.read_value(), dtype=dtype, name=name)
 
     def _convert(self, value: Any) -> tf.Tensor:
         tensor = tf.convert_to_tensor(value, dtype=self.dtype)
@@ -70,7 +77,7 @@ class ReplicaView:
 
     def _scatter(self, op: Callable[..., Any], value: Any, read_value: bool) -> Any:
         rows = self._container.rows
-        written = op(resource=rows.handle, indices=_context.live_replica_id(), updates=self._convert(value))
+        written = op(resource=rows.handle, indices=self._row(), updates=self._convert(value))
         if not read_value:
             return written
         with tf.control_dependencies([written] if written is not None else []):
@@ -103,6 +110,22 @@ class ReplicaView:
             return self.assign(update(current, indices, tf.convert_to_tensor(sparse_delta.values, self.dtype)))
         raise _errors.scatter_on_local(self.name, method)
 
+
+def _delegate_operators(cls: type) -> None:
+    """Makes arithmetic on a view work on its value."""
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge"):
+        for method in (f"__{name}__", f"__r{name}__"):
+            if hasattr(tf.Tensor, method):
+                setattr(cls, method, _operator(method))
+    for method in ("__neg__", "__abs__", "__getitem__"):
+        setattr(cls, method, _operator(method))
+
+
+def _operator(method: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.read_value(), method)(*args)
+
+
+_delegate_operators(ReplicaView)
 
 _SCATTERS = {
     "scatter_add": "tensor_scatter_nd_add",
@@ -137,11 +160,6 @@ class AllReplicasView:
         del use_locking, name, read_value
         return self._container.rows.assign_sub(self._spread(value), read_value=False)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _errors.local_update(self._container.name)
-
 
 class _PerReplicaRows:
     """What both kinds of variables need to read and write rows."""
@@ -152,6 +170,10 @@ class _PerReplicaRows:
     @property
     def num_replicas(self) -> int:
         return self._distribute_strategy.num_replicas_in_sync
+
+    def components(self) -> tuple[Any, ...]:
+        """The one resource variable it was made of."""
+        return self.__dict__["_values"]
 
     def read_row(self, replica_id: Any) -> tf.Tensor:
         return tf.raw_ops.ResourceGather(resource=self.rows.handle, indices=replica_id, dtype=self.rows.dtype)
@@ -187,7 +209,16 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return tuple(tf.unstack(self.rows.read_value(), num=self.num_replicas))
 
     @property
+    def primary(self) -> Any:
+        """The one variable; once there are rows, only its name, type and handle count."""
+        return self._primary
+
+    @property
     def handle(self) -> tf.Tensor:
+        context = _tf.get_replica_context_of(self._distribute_strategy)
+        if self._aggregation == tf.VariableAggregation.NONE and not self.trainable and tf.executing_eagerly():
+            if isinstance(context, _context.ReplicaContext):
+                context.will_use_handle(self)
         return self._primary.handle
 
     def handle_is_rows(self, handle: tf.Tensor) -> bool:
@@ -200,9 +231,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def _get_replica(self, replica_id: int) -> Any:
         if self.rows is None:
             return self._primary
-        if _in_update_context():
-            return AllReplicasView(self)
-        return self.read_row(replica_id)
+        tracing = _context.current_tracing()
+        return ReplicaView(self, replica_id if tracing is None else tracing.replica_id)
 
     def _get(self) -> Any:
         if _tf.is_saving_non_distributed():
@@ -210,7 +240,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         if self.in_own_replica_context():
             return self._get_on_device_or_primary()
         if _in_update_context():
-            return self._primary if self.rows is None else self.read_row(0)
+            return tf.convert_to_tensor(self._get_replica(_tf.get_update_replica_id()))
         return self._get_cross_replica()
 
     def _get_cross_replica(self) -> tf.Tensor:
@@ -263,7 +293,12 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             if self.trainable:
                 # One value; the planner refuses the program if replicas would write different ones.
                 return update_fn(self._primary, value, **kwargs)
-            self._ensure_rows()
+            tracing = _context.current_tracing()
+            if self.rows is None and tracing is not None and not tracing.varies(value):
+                # The same in all replicas, so one value still does. (Under a condition that varies it would not: that is
+                # found out when the trace is planned.)
+                return update_fn(self._primary, value, **kwargs)
+            self.ensure_rows()
             return update_fn(ReplicaView(self), value, **kwargs)
 
         def merge(strategy: Any, value: Any, **kwargs: Any) -> Any:
@@ -272,7 +307,13 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
         return tf.distribute.get_replica_context().merge_call(merge, args=(value,), kwargs=kwargs)
 
-    def _ensure_rows(self) -> None:
+    def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        if self.rows is not None and _context.current_tracing() is None and not isinstance(value, _values.PerReplica):
+            return update_fn(AllReplicasView(self), value, **kwargs)
+        return super()._update_cross_replica(update_fn, value, **kwargs)
+
+    def ensure_rows(self) -> None:
+        """Gives the variable a value per replica, each its value so far."""
         if self.rows is not None:
             return
         tracing = _context.current_tracing()
@@ -349,9 +390,8 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
         return self.rows.initial_value[0]
 
     def _get_replica(self, replica_id: int) -> Any:
-        if _in_update_context():
-            return AllReplicasView(self)
-        return self.read_row(replica_id)
+        tracing = _context.current_tracing()
+        return ReplicaView(self, replica_id if tracing is None else tracing.replica_id)
 
     def _get(self) -> Any:
         if not _tf.is_saving_non_distributed() and self.in_own_replica_context():
@@ -401,7 +441,8 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
             if self.in_own_replica_context():
                 return getattr(ReplicaView(self), method)(value, use_locking, name, read_value)
             if _in_update_context():
-                return getattr(AllReplicasView(self), method)(value)
+                view = self._get_replica(_tf.get_update_replica_id())
+                return getattr(view, method)(value, use_locking, name, read_value)
             if self._aggregation == tf.VariableAggregation.SUM:
                 if method != "assign":
                     raise ValueError(

@@ -34,7 +34,7 @@ targets (printed next to the ratios; the median of the rounds counts)
 examples
   python -m tests.benchmarks --models mlp --what time                      a minute or two
   python -m tests.benchmarks --models conv128 --what memory --replicas 2 64 --peers two-functions plain-micro
-  python -m tests.benchmarks --models densenet121 --what startup --replicas 2 64 --rounds 3 --json densenet.json
+  python -m tests.benchmarks --models densenet121 --what startup --replicas 2 64 --json densenet.json
 """
 
 
@@ -63,8 +63,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--micro-batch", type=_positive_int, default=16, metavar="B", help="rows of a micro-batch (16)")
     add("--optimizer", choices=("sgd", "adam"), default="adam", help="(adam)")
     add("--xla", action="store_true", help="compile the steps of all programs with XLA")
-    add("--rounds", type=_positive_int, default=5, help="turns, or processes, of each program (5)")
-    add("--seconds", type=float, default=1.0, help="length of a turn when measuring time (1.0)")
+    add("--rounds", type=_positive_int, default=7, help="time: turns of each program (7)")
+    add("--seconds", type=float, default=0.5, help="time: length of a turn (0.5)")
+    add("--processes", type=_positive_int, default=3, help="memory and startup: processes of each program (3)")
     add("--time-limit", type=float, default=600.0, metavar="S", help="seconds a program may take to answer (600)")
     add("--memory-limit", type=float, default=8.0, metavar="GIB", help="data a program may hold; 0: no limit (8)")
     add("--json", type=pathlib.Path, metavar="FILE", help="also write all samples, ratios and versions as JSON")
@@ -101,7 +102,13 @@ def _report_progress(message: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints, and returns 1 if a program could not be measured."""
     options = _parse(arguments)
-    settings = measure.Settings(options.rounds, options.seconds, options.time_limit, int(options.memory_limit * 2**30))
+    settings = measure.Settings(
+        rounds=options.rounds,
+        seconds=options.seconds,
+        processes=options.processes,
+        time_limit=options.time_limit,
+        memory_limit=int(options.memory_limit * 2**30),
+    )
     groups = _plan(options)
     results: list[measure.Result] = []
     for index, (what, cases) in enumerate(groups, start=1):

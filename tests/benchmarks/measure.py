@@ -36,14 +36,16 @@ class Settings:
     """How to measure.
 
     Attributes:
-      rounds: turns of each program (time), or processes of each program (memory, start-up).
+      rounds: turns of each program, for time.
       seconds: length of a turn.
+      processes: processes of each program, for memory and start-up.
       time_limit: seconds for any answer of a worker, its first step included.
       memory_limit: bytes of data a worker may hold; 0 for no limit.
     """
 
-    rounds: int = 5
-    seconds: float = 1.0
+    rounds: int = 7
+    seconds: float = 0.5
+    processes: int = 3
     time_limit: float = 600.0
     memory_limit: int = 0
 
@@ -104,7 +106,7 @@ class Worker:
 
     def __init__(self, case: Case, settings: Settings, *, environment: dict[str, str] | None = None):
         self._time_limit = settings.time_limit
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self._errors = tempfile.TemporaryFile()
         message = json.dumps({"case": dataclasses.asdict(case), "memory_limit": settings.memory_limit})
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.benchmarks.worker", message],
@@ -223,7 +225,7 @@ def measure_time(cases: Sequence[Case], settings: Settings, report: Report) -> I
     runners: dict[str, _Runner] = {}
     try:
         for case in cases:
-            report(f"time: starting {describe(case)}")
+            report(f"time: {case.model}, starting {describe(case)}")
             try:
                 runners[case.peer] = _Runner(case, settings)
             except WorkerError as error:
@@ -280,15 +282,15 @@ def _peak(case: Case, settings: Settings) -> tuple[float, int]:
 
 
 def measure_fresh(what: str, cases: Sequence[Case], settings: Settings, report: Report) -> Iterator[Result]:
-    """Memory or start-up of programs on one model: a new process for each round of each case, cases in turn."""
+    """Memory or start-up of programs on one model: some processes for each case, cases in turn."""
     unit, sample = {"memory": ("MiB", _peak), "startup": ("s", _start_up)}[what]
     samples: dict[Case, list[float]] = {case: [] for case in cases}
     failed: dict[Case, WorkerError] = {}
     gradient = 0
-    for index in range(settings.rounds):
+    for index in range(settings.processes):
         for case in cases:
             if case not in failed:
-                report(f"{what}: {describe(case)}, round {index + 1} of {settings.rounds}")
+                report(f"{what}: {case.model}, {describe(case)}, process {index + 1} of {settings.processes}")
                 try:
                     value, gradient = sample(case, settings)
                     samples[case].append(value)
@@ -303,51 +305,58 @@ def measure_fresh(what: str, cases: Sequence[Case], settings: Settings, report: 
     yield from (_compare_memory(done, gradient / _MIB) if what == "memory" else _compare_start_up(done))
 
 
-def _ends(done: dict[Case, list[float]]) -> tuple[Case | None, Case | None, Case | None]:
-    """microstrat at the smallest and the largest N above 1, and the plain single micro-batch step."""
-    looped = sorted(
-        (case for case in done if case.peer == "microstrat" and case.replicas > 1), key=lambda c: c.replicas
-    )
-    micro = next((case for case in done if case.peer == "plain-micro"), None)
-    return (looped[0], looped[-1], micro) if looped else (None, None, micro)
+Samples = dict[Case, list[float]]
 
 
-def _compare_growth(what: str, done: dict[Case, list[float]], target: float) -> Iterator[Comparison]:
-    small, large, _ = _ends(done)
-    if small is not None and large is not None and small != large:
-        names = describe(large), describe(small)
-        yield Comparison(what, large.model, *names, *_ratios(done[large], done[small]), target)
+def _ends(done: Samples, peer: str = "microstrat") -> tuple[Case, Case] | None:
+    """A microstrat program at the smallest and the largest N above 1."""
+    looped = sorted((case for case in done if case.peer == peer and case.replicas > 1), key=lambda case: case.replicas)
+    return (looped[0], looped[-1]) if looped else None
 
 
-def _compare_peers(what: str, done: dict[Case, list[float]]) -> Iterator[Comparison]:
-    _, large, _ = _ends(done)
-    for case, samples in done.items():
-        if (
-            large is not None
-            and case.replicas == large.replicas
-            and case.peer != subject_of(case.peer) != "plain-micro"
-        ):
-            yield Comparison(what, case.model, describe(large), describe(case), *_ratios(done[large], samples))
+def _compare(what: str, done: Samples, subject: Case, against: Case, target: float | None = None) -> Comparison:
+    names = describe(subject), describe(against)
+    return Comparison(what, subject.model, *names, *_ratios(done[subject], done[against]), target)
 
 
-def _compare_memory(done: dict[Case, list[float]], gradient: float) -> Iterator[Comparison]:
-    yield from _compare_growth("memory", done, 1.03)
-    _, large, micro = _ends(done)
-    if large is not None and micro is not None:
-        subject = f"{describe(large)}, less one gradient copy"
-        samples = [sample - gradient for sample in done[large]]
-        yield Comparison("memory", large.model, subject, describe(micro), *_ratios(samples, done[micro]), 1.10)
+def _compare_growth(what: str, done: Samples, target: float | None) -> Iterator[Comparison]:
+    for peer in ("microstrat", "microstrat-fit"):
+        ends = _ends(done, peer)
+        if ends is not None and ends[0] != ends[1]:
+            yield _compare(what, done, ends[1], ends[0], target)
+
+
+def _compare_peers(what: str, done: Samples) -> Iterator[Comparison]:
+    """microstrat with every other program of the same N."""
+    for case in done:
+        subject = dataclasses.replace(case, peer=subject_of(case.peer))
+        if subject in done and subject != case and case.peer != "plain-micro":
+            yield _compare(what, done, subject, case)
+
+
+def _compare_memory(done: Samples, gradient: float) -> Iterator[Comparison]:
+    ends, micro = _ends(done), _single_micro_batch(done)
+    # Next to its fixed costs, what a perceptron's step needs is nothing.
+    counts = any(case.model != "mlp" for case in done)
+    yield from _compare_growth("memory", done, 1.03 if counts else None)
+    if ends is not None and micro is not None:
+        large = ends[1]
+        ratios = _ratios([sample - gradient for sample in done[large]], done[micro])
+        names = f"{describe(large)}, less a gradient copy", describe(micro)
+        yield Comparison("memory", large.model, *names, *ratios, 1.10 if counts else None)
     yield from _compare_peers("memory", done)
 
 
-def _compare_start_up(done: dict[Case, list[float]]) -> Iterator[Comparison]:
+def _compare_start_up(done: Samples) -> Iterator[Comparison]:
+    ends, micro = _ends(done), _single_micro_batch(done)
     yield from _compare_growth("startup", done, 1.1)
-    _, large, micro = _ends(done)
-    if large is not None and micro is not None:
-        target = 1.5 if large.model == "densenet121" else None
-        names = describe(large), describe(micro)
-        yield Comparison("startup", large.model, *names, *_ratios(done[large], done[micro]), target)
+    if ends is not None and micro is not None:
+        yield _compare("startup", done, ends[1], micro, 1.5 if micro.model == "densenet121" else None)
     yield from _compare_peers("startup", done)
+
+
+def _single_micro_batch(done: Samples) -> Case | None:
+    return next((case for case in done if case.peer == "plain-micro"), None)
 
 
 def describe(case: Case) -> str:

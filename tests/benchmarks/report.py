@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ except ImportError:
 
 Row = Sequence[str]
 
+_FILE_WIDTH = 160
 _TITLES = {
     "time": "Time of a step",
     "memory": "Memory: peak of the steps after the first, less the level before the first",
@@ -65,9 +67,8 @@ def _print_table(title: str, header: Row, rows: Sequence[Row]) -> None:
         table = rich.table.Table(*header, title=title, title_justify="left", box=rich.box.SIMPLE)
         for row in rows:
             table.add_row(*row)
-        console = rich.console.Console()
         # A table in a file or pipe is not cut to the width of a terminal.
-        console.print(table, width=None if console.is_terminal else 160)
+        rich.console.Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
         return
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     print(f"\n{title}\n")

@@ -129,8 +129,13 @@ def per_replica(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> l
 
 
 def local(strategy: tf.distribute.Strategy, value: Any) -> list[np.ndarray]:
-    """A per-replica value as a list of arrays."""
-    return [np.asarray(part) for part in strategy.experimental_local_results(value)]
+    """A per-replica value as a list of N arrays."""
+    parts = [np.asarray(part) for part in strategy.experimental_local_results(value)]
+    if isinstance(strategy, tf.distribute.MirroredStrategy) and len(parts) == 1:
+        # Where all replicas return the same Python object, stock strategies keep one of them.
+        return parts * strategy.num_replicas_in_sync
+    assert len(parts) == strategy.num_replicas_in_sync
+    return parts
 
 
 def arrays(structure: Any) -> Any:

@@ -18,7 +18,6 @@ from tests.programs._registry import (
     labels,
     local,
     mlp,
-    model_state,
     per_replica,
     program,
     rows,
@@ -52,9 +51,7 @@ def loop_rmsprop(strategy: tf.distribute.Strategy) -> Any:
 @program()
 def loop_adamw_ema_clipnorm(strategy: tf.distribute.Strategy) -> Any:
     def optimizer() -> keras.optimizers.Optimizer:
-        return keras.optimizers.AdamW(
-            0.01, weight_decay=0.05, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4, clipnorm=0.1
-        )
+        return keras.optimizers.AdamW(0.01, weight_decay=0.05, use_ema=True, ema_momentum=0.9, clipnorm=0.1)
 
     return classify(strategy, mlp, optimizer, _data())
 
@@ -63,7 +60,13 @@ def loop_adamw_ema_clipnorm(strategy: tf.distribute.Strategy) -> Any:
 def loop_batch_norm(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(4)]
+            [
+                keras.Input((6,)),
+                # A bias would have a gradient that is zero but for rounding.
+                keras.layers.Dense(8, use_bias=False),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(4),
+            ]
         )
 
     return classify(strategy, build, lambda: keras.optimizers.SGD(0.1), _data())
@@ -176,12 +179,8 @@ def loop_metrics(strategy: tf.distribute.Strategy) -> Any:
 @program()
 def loop_eager_values(strategy: tf.distribute.Strategy) -> Any:
     """strategy.run outside any tf.function."""
-    weight = None
     with strategy.scope():
         weight = tf.Variable([1.0, 2.0])
-        optimizer = keras.optimizers.SGD(0.1)
-        optimizer.build([keras.Variable(1.0)])
-    del optimizer
 
     def replica_step(x: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -196,9 +195,7 @@ def loop_eager_values(strategy: tf.distribute.Strategy) -> Any:
     for _ in range(3):
         loss, gradient = strategy.run(replica_step, args=(values,))
         first = strategy.experimental_local_results(gradient)[0]
-        strategy.extended.update(weight, lambda v, g: v.assign_sub(0.01 * g), args=(first,))
+        with strategy.scope():
+            strategy.extended.update(weight, lambda v, g: v.assign_sub(0.01 * g), args=(first,))
         out.append([local(strategy, loss), local(strategy, gradient), strategy.reduce("SUM", loss, axis=None)])
     return {"out": arrays(out), "weight": weight.numpy()}
-
-
-__all__ = ["model_state"]

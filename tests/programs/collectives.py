@@ -1,0 +1,276 @@
+"""all_reduce, all_gather, merge_call, strategy.reduce and gather, and what run returns."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from tests.programs._registry import BATCH, arrays, batches, local, program, rows
+
+
+def _id(dtype: Any = tf.float32) -> tf.Tensor:
+    return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, dtype)
+
+
+def _run(strategy: tf.distribute.Strategy, replica_function: Any, *args: Any) -> Any:
+    """Runs it in a tf.function, twice; every replica's results."""
+    step = tf.function(lambda *args: strategy.run(replica_function, args=args))
+    return [tf.nest.map_structure(functools.partial(local, strategy), step(*args)) for _ in range(2)]
+
+
+@program(core=True)
+def all_reduce(strategy: tf.distribute.Strategy) -> Any:
+    def replica_function() -> Any:
+        context = tf.distribute.get_replica_context()
+        value = tf.stack([1.0, _id(), _id() ** 2])
+        return {
+            "sum": context.all_reduce(tf.distribute.ReduceOp.SUM, value),
+            "mean": context.all_reduce(tf.distribute.ReduceOp.MEAN, value),
+            "strings": [context.all_reduce("sum", value), context.all_reduce("MEAN", value)],
+            "structure": context.all_reduce("sum", {"a": value, "b": [value + 1, 2 * value]}),
+            "integers": context.all_reduce("sum", _id(tf.int64) + 3),
+            "uniform": context.all_reduce("sum", tf.constant([1.0, 2.0])),
+            "chained": context.all_reduce("mean", value * context.all_reduce("sum", value)),
+        }
+
+    return _run(strategy, replica_function)
+
+
+@program()
+def all_reduce_gradients(strategy: tf.distribute.Strategy) -> Any:
+    def replica_function() -> Any:
+        context = tf.distribute.get_replica_context()
+        x = tf.stack([1.0, 1.0 + _id()])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = context.all_reduce("sum", x * x)
+            mean = context.all_reduce("mean", x * 3.0)
+            loss = tf.reduce_sum(total * (1.0 + _id())) + tf.reduce_sum(mean * mean)
+        return loss, tape.gradient(loss, x)
+
+    return _run(strategy, replica_function)
+
+
+@program()
+def all_reduce_slices(strategy: tf.distribute.Strategy) -> Any:
+    def replica_function() -> Any:
+        indices = tf.stack([0, _id(tf.int32) % 4])
+        slices = tf.IndexedSlices(tf.ones([2, 3]) * (1.0 + _id()), indices, tf.constant([4, 3]))
+        context = tf.distribute.get_replica_context()
+        return [tf.convert_to_tensor(context.all_reduce(kind, slices)) for kind in ("sum", "mean")]
+
+    return _run(strategy, replica_function)
+
+
+@program(core=True)
+def merge_call(strategy: tf.distribute.Strategy) -> Any:
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+
+    def merge(cross: tf.distribute.Strategy, value: Any, pair: Any, *, scale: float) -> Any:
+        assert tf.distribute.in_cross_replica_context()
+        total = cross.extended.reduce_to("SUM", value, variable)
+        both = cross.extended.batch_reduce_to("MEAN", [(pair[0], variable), (pair[1], variable)])
+        cross.extended.update(variable, lambda v, t: v.assign_add(scale * t), args=(total,))
+        return total, both
+
+    def replica_function() -> Any:
+        context = tf.distribute.get_replica_context()
+        value = tf.stack([1.0, _id()])
+        before = variable + 0.0
+        total, both = context.merge_call(merge, args=(value, (value + 1, value * 2)), kwargs={"scale": 0.5})
+        nothing = context.merge_call(lambda cross: None)
+        assert nothing is None
+        return before, total, both, variable * _id()
+
+    return {"out": _run(strategy, replica_function), "variable": variable.numpy()}
+
+
+@program()
+def merge_call_passes_values_on(strategy: tf.distribute.Strategy) -> Any:
+    """What goes in per replica comes back per replica."""
+
+    def replica_function() -> Any:
+        context = tf.distribute.get_replica_context()
+        mine, constant = context.merge_call(lambda cross, value: (value, 3.0), args=(_id() + 1,))
+        return mine * 2, constant + _id()
+
+    return _run(strategy, replica_function)
+
+
+@program()
+def merge_call_local_results(strategy: tf.distribute.Strategy) -> Any:
+    def merge(cross: tf.distribute.Strategy, value: Any) -> Any:
+        parts = cross.experimental_local_results(value)
+        return functools.reduce(tf.maximum, parts)
+
+    def replica_function() -> Any:
+        return tf.distribute.get_replica_context().merge_call(merge, args=(tf.stack([_id(), -_id()]),))
+
+    return _run(strategy, replica_function)
+
+
+@program(core=True)
+def all_gather(strategy: tf.distribute.Strategy) -> Any:
+    def replica_function(x: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        return [
+            context.all_gather(x, axis=0),
+            context.all_gather(x, axis=1),
+            context.all_gather({"a": x, "b": x + 1}, axis=0),
+            context.all_gather(tf.stack([_id(tf.int64)]), axis=0),
+        ]
+
+    (x,) = strategy.experimental_distribute_dataset(batches(rows(BATCH, 2)))
+    return _run(strategy, replica_function, x)
+
+
+@program()
+def all_gather_uneven(strategy: tf.distribute.Strategy) -> Any:
+    def replica_function() -> Any:
+        mine = tf.ones([1 + _id(tf.int32), 2]) * _id()
+        return tf.distribute.get_replica_context().all_gather(mine, axis=0)
+
+    return _run(strategy, replica_function)
+
+
+@program()
+def all_gather_gradient(strategy: tf.distribute.Strategy) -> Any:
+    def replica_function() -> Any:
+        x = tf.stack([[1.0, _id()]])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            everything = tf.distribute.get_replica_context().all_gather(x, axis=0)
+            loss = tf.reduce_sum(everything * everything) * (1.0 + _id())
+        return tape.gradient(loss, x)
+
+    return _run(strategy, replica_function)
+
+
+@program(core=True)
+def strategy_reduce(strategy: tf.distribute.Strategy) -> Any:
+    (x,) = strategy.experimental_distribute_dataset(batches(rows(BATCH, 3)))
+
+    def reduce_all(value: Any) -> Any:
+        return {
+            "sum": strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None),
+            "mean": strategy.reduce(tf.distribute.ReduceOp.MEAN, value, axis=None),
+            "sum rows": strategy.reduce("SUM", value, axis=0),
+            "mean rows": strategy.reduce("mean", value, axis=0),
+            "sum last": strategy.reduce("sum", value, axis=-1),
+        }
+
+    doubled = strategy.run(lambda x: 2 * x, args=(x,))
+
+    @tf.function
+    def compiled(x: Any) -> Any:
+        result = strategy.run(lambda x: {"a": x + 1, "b": (tf.reduce_sum(x), tf.shape(x)[0])}, args=(x,))
+        return {
+            "rows": reduce_all(result["a"]),
+            "structure": strategy.reduce("SUM", result, axis=None),
+            "scalars": strategy.reduce("MEAN", result["b"][0], axis=None),
+        }
+
+    return arrays({"batch": reduce_all(x), "run": reduce_all(doubled), "compiled": compiled(x)})
+
+
+@program(core=True)
+def strategy_reduce_uneven(strategy: tf.distribute.Strategy) -> Any:
+    """Means over rows weigh every row alike, also when replicas have different numbers of rows."""
+    out = []
+    for x in strategy.experimental_distribute_dataset(batches(rows(BATCH + 13, 3))):
+        out.append({kind: strategy.reduce(kind, x, axis=0) for kind in ("SUM", "MEAN")})
+        step = tf.function(lambda x: strategy.run(lambda x: x * 2, args=(x,)))
+        value = step(x)
+        out.append({kind: strategy.reduce(kind, value, axis=0) for kind in ("SUM", "MEAN")})
+    return arrays(out)
+
+
+@program()
+def strategy_gather(strategy: tf.distribute.Strategy) -> Any:
+    out = []
+    for x in strategy.experimental_distribute_dataset(batches(rows(BATCH + 13, 3))):
+        step = tf.function(lambda x: strategy.run(lambda x: (x * 2, x[:1]), args=(x,)))
+        out.append([strategy.gather(x, axis=0), strategy.gather(step(x)[0], axis=0)])
+        out.append([tf.function(lambda x: strategy.gather(strategy.run(lambda x: x + 1, args=(x,)), axis=0))(x)])
+    return arrays(out)
+
+
+@program(core=True)
+def run_results(strategy: tf.distribute.Strategy) -> Any:
+    """Whatever `run` returns, every replica has a result."""
+
+    def replica_function(x: Any) -> Any:
+        return {
+            "varying": x + _id(),
+            "uniform": tf.constant([1.0, 2.0]),
+            "number": 3,
+            "nested": [(_id(), {"deep": tf.constant(True)}), (tf.shape(x)[0],)],
+            "string": tf.strings.as_string(_id(tf.int32)),
+        }
+
+    (x,) = strategy.experimental_distribute_dataset(batches(rows(BATCH, 2)))
+    out = _run(strategy, replica_function, x)
+    step = tf.function(lambda: strategy.run(lambda: None))
+    assert strategy.experimental_local_results(step())[0] is None
+    return out
+
+
+@program()
+def run_results_go_into_run(strategy: tf.distribute.Strategy) -> Any:
+    """Per-replica values from one run are arguments of the next, in one tf.function and across two."""
+    first = tf.function(lambda: strategy.run(lambda: {"a": _id() + tf.constant([1.0, 2.0]), "b": tf.constant(1.0)}))
+    second = tf.function(lambda value: strategy.run(lambda value: value["a"] * 2 + value["b"], args=(value,)))
+
+    @tf.function
+    def both(value: Any) -> Any:
+        once = strategy.run(lambda v: v["a"] - 1, args=(value,))
+        return strategy.run(lambda v, w: v * w, args=(once,), kwargs={"w": 3.0})
+
+    value = first()
+    return [local(strategy, second(value)), local(strategy, both(value)), local(strategy, strategy.run(tf.square, (value["a"],)))]
+
+
+@program()
+def run_arguments(strategy: tf.distribute.Strategy) -> Any:
+    """Plain tensors, arrays and numbers reach every replica whole; None stays None."""
+
+    def replica_function(tensor: Any, array: Any, number: Any, nothing: Any, *, named: Any) -> Any:
+        assert nothing is None
+        return tensor * _id() + number, array + _id(tf.float64), named["x"][0] + 1.0
+
+    @tf.function
+    def step(tensor: Any) -> Any:
+        array = rows(2).astype("float64")
+        return strategy.run(replica_function, args=(tensor, array, 2, None), kwargs={"named": {"x": [tensor]}})
+
+    return tf.nest.map_structure(functools.partial(local, strategy), step(tf.constant([1.0, 2.0])))
+
+
+@program()
+def replica_context_facts(strategy: tf.distribute.Strategy) -> Any:
+    seen: dict[str, Any] = {}
+
+    def replica_function() -> Any:
+        context = tf.distribute.get_replica_context()
+        seen["inside"] = [
+            context.num_replicas_in_sync,
+            context.strategy is strategy,
+            tf.distribute.get_strategy() is strategy,
+            tf.distribute.has_strategy(),
+            tf.distribute.in_cross_replica_context(),
+        ]
+        return context.replica_id_in_sync_group
+
+    ids = tf.function(lambda: strategy.run(replica_function))()
+    outside = [strategy.num_replicas_in_sync, tf.distribute.has_strategy(), tf.distribute.in_cross_replica_context()]
+    with strategy.scope():
+        scope = [
+            tf.distribute.has_strategy(),
+            tf.distribute.in_cross_replica_context(),
+            tf.distribute.get_replica_context() is None,
+            tf.distribute.get_strategy() is strategy,
+        ]
+    return {**seen, "outside": outside, "scope": scope, "ids": local(strategy, ids)}

@@ -1,0 +1,273 @@
+"""tf.Variables of every synchronization and aggregation, written and read in every context."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.programs._registry import arrays, batches, local, per_replica, program, rows
+
+METHODS = ("assign", "assign_add", "assign_sub")
+AGGREGATIONS = {
+    "sum": tf.VariableAggregation.SUM,
+    "mean": tf.VariableAggregation.MEAN,
+    "first": tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    "none": tf.VariableAggregation.NONE,
+}
+ON_READ = tf.VariableSynchronization.ON_READ
+
+
+def _make(strategy: tf.distribute.Strategy, names: Any, dtype: Any = tf.float32, **options: Any) -> dict[str, tf.Variable]:
+    with strategy.scope():
+        return {
+            f"{name}-{method}": tf.Variable(
+                tf.constant([1, 5], dtype), aggregation=AGGREGATIONS[name], trainable=False, **options
+            )
+            for name in names
+            for method in METHODS
+        }
+
+
+def _replica_number(dtype: Any = tf.float32) -> tf.Tensor:
+    return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, dtype)
+
+
+def _write_in_replicas(strategy: tf.distribute.Strategy, variables: dict[str, tf.Variable], steps: int = 3) -> Any:
+    """Each replica writes another value; returns what it reads before and after."""
+
+    def replica_step(step: tf.Tensor) -> Any:
+        seen = {}
+        for name, variable in variables.items():
+            value = tf.stack([1, 2 + 3 * _replica_number(variable.dtype)]) * tf.cast(step, variable.dtype)
+            before = tf.identity(variable)
+            getattr(variable, name.split("-")[1])(value)
+            seen[name] = (before, tf.identity(variable))
+        return seen
+
+    @tf.function
+    def step(number: tf.Tensor) -> Any:
+        return strategy.run(replica_step, args=(number,))
+
+    seen = [step(tf.constant(number + 1.0)) for number in range(steps)]
+    return [tf.nest.map_structure(functools.partial(local, strategy), entry) for entry in seen]
+
+
+def _cross(variables: dict[str, tf.Variable]) -> dict[str, np.ndarray]:
+    return {name: variable.numpy() for name, variable in variables.items()}
+
+
+@program(core=True)
+def variables_on_write(strategy: tf.distribute.Strategy) -> Any:
+    variables = _make(strategy, ("sum", "mean", "first"))
+    seen = _write_in_replicas(strategy, variables)
+    return {"seen": seen, "after": _cross(variables), "own": per_replica(strategy, list(variables.values()))}
+
+
+@program()
+def variables_on_write_integer(strategy: tf.distribute.Strategy) -> Any:
+    variables = _make(strategy, ("sum", "first"), tf.int64)
+    return {"seen": _write_in_replicas(strategy, variables), "after": _cross(variables)}
+
+
+@program(core=True)
+def variables_none(strategy: tf.distribute.Strategy) -> Any:
+    """Non-trainable, aggregation NONE: every replica keeps what it wrote; others see replica 0's."""
+    variables = _make(strategy, ("none",))
+    seen = _write_in_replicas(strategy, variables)
+    after, own = _cross(variables), per_replica(strategy, list(variables.values()))
+    for name, variable in variables.items():
+        getattr(variable, name.split("-")[1])([10.0, 20.0])
+    return {
+        "seen": seen,
+        "after": after,
+        "own": own,
+        "cross-replica writes": _cross(variables),
+        "own after them": per_replica(strategy, list(variables.values())),
+        "again": _write_in_replicas(strategy, variables),
+    }
+
+
+@program(core=True)
+def variables_on_read(strategy: tf.distribute.Strategy) -> Any:
+    variables = _make(strategy, ("sum", "mean", "first", "none"), synchronization=ON_READ)
+    seen = _write_in_replicas(strategy, variables)
+    readable = {name: variable for name, variable in variables.items() if not name.startswith("none")}
+    return {
+        "seen": seen,
+        "own": per_replica(strategy, list(variables.values())),
+        "after": _cross(readable),
+        "local": [local(strategy, variable) for variable in variables.values()],
+    }
+
+
+@program()
+def variables_on_read_cross_replica(strategy: tf.distribute.Strategy) -> Any:
+    """Assigned in cross-replica context: eagerly, and in a tf.function."""
+    out = []
+    for wrap in (lambda function: function, tf.function):
+        variables = _make(strategy, ("sum", "mean", "first"), synchronization=ON_READ)
+
+        def write(variables: dict[str, tf.Variable] = variables) -> None:
+            with strategy.scope():
+                for name, variable in variables.items():
+                    # What many ways could do to a sum is not defined.
+                    method = "assign" if name.startswith("sum") else name.split("-")[1]
+                    getattr(variable, method)(tf.constant([8.0, 3.0]))
+
+        wrap(write)()
+        out.append([_cross(variables), per_replica(strategy, list(variables.values()))])
+        _write_in_replicas(strategy, variables, 1)
+        wrap(write)()
+        out.append([_cross(variables), per_replica(strategy, list(variables.values()))])
+    return out
+
+
+@program()
+def variables_on_read_integer(strategy: tf.distribute.Strategy) -> Any:
+    variables = _make(strategy, ("sum", "first"), tf.int64, synchronization=ON_READ)
+    return {
+        "seen": _write_in_replicas(strategy, variables),
+        "after": _cross(variables),
+        "own": per_replica(strategy, list(variables.values())),
+    }
+
+
+@program()
+def variables_read_in_function(strategy: tf.distribute.Strategy) -> Any:
+    """Cross-replica reads inside the tf.function that also writes them in replicas."""
+    variables = {
+        **_make(strategy, ("sum", "mean", "first"), synchronization=ON_READ),
+        **{f"none-{key}": value for key, value in enumerate(_make(strategy, ("none",)).values())},
+    }
+
+    def replica_step() -> None:
+        for variable in variables.values():
+            variable.assign_add(tf.stack([1.0, 1.0 + _replica_number()]))
+
+    @tf.function
+    def step() -> Any:
+        before = {name: tf.identity(variable) for name, variable in variables.items()}
+        strategy.run(replica_step)
+        return before, {name: tf.identity(variable) for name, variable in variables.items()}
+
+    return arrays([step() for _ in range(3)])
+
+
+@program()
+def variables_python_values(strategy: tf.distribute.Strategy) -> Any:
+    """Assigned values may be Python numbers and lists."""
+    with strategy.scope():
+        mean = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.MEAN, trainable=False)
+        none = tf.Variable(0, trainable=False)
+        local_sum = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM, synchronization=ON_READ)
+
+    def replica_step() -> None:
+        mean.assign_add([1.0, 2.0])
+        none.assign_add(2)
+        local_sum.assign_add(1)
+
+    step = tf.function(lambda: strategy.run(replica_step))
+    for _ in range(3):
+        step()
+    return arrays([mean.numpy(), none.numpy(), local_sum.numpy(), per_replica(strategy, [mean, none, local_sum])])
+
+
+@program()
+def variables_overloads(strategy: tf.distribute.Strategy) -> Any:
+    """Variables as tensors: operators, slices, gathers, conversions, in both contexts."""
+    with strategy.scope():
+        mirrored = tf.Variable([[1.0, 2.0], [3.0, 4.0]], name="mirrored")
+        counter = tf.Variable([[0.0, 1.0]], trainable=False, name="counter")
+        total = tf.Variable([[1.0, 1.0]], synchronization=ON_READ, aggregation=tf.VariableAggregation.SUM, name="total")
+
+    def replica_step() -> Any:
+        counter.assign_add([[1.0, _replica_number()]])
+        total.assign_add(counter * 2)
+        return [
+            [v + 1, 2 * v, v @ [[1.0], [2.0]], v[0], v[..., 1:], -v, v.value(), tf.gather(v, [0]), tf.reduce_max(v), v > 1.5]
+            for v in (mirrored, counter, total)
+        ]
+
+    result = tf.function(lambda: strategy.run(replica_step))()
+    own = tf.nest.map_structure(functools.partial(local, strategy), result)
+    with strategy.scope():
+        cross = arrays([[v + 1, 2 * v, v @ [[1.0], [2.0]], v[0], -v] for v in (mirrored, counter, total)])
+    facts = [[v.name, v.dtype.name, v.shape.as_list(), bool(v.trainable)] for v in (mirrored, counter, total)]
+    return {"own": own, "cross": cross, "facts": facts}
+
+
+@program()
+def variables_scatter(strategy: tf.distribute.Strategy) -> Any:
+    """Sparse updates of a mirrored variable."""
+    with strategy.scope():
+        table = tf.Variable(rows(5, 2), aggregation=tf.VariableAggregation.MEAN)
+
+    def replica_step() -> None:
+        indices = tf.stack([0, tf.distribute.get_replica_context().replica_id_in_sync_group % 5])
+        table.scatter_add(tf.IndexedSlices(tf.ones([2, 2]), indices, tf.constant([5, 2])))
+
+    step = tf.function(lambda: strategy.run(replica_step))
+    for _ in range(2):
+        step()
+    return table.numpy()
+
+
+@program()
+def variables_keras_layer_state(strategy: tf.distribute.Strategy) -> Any:
+    """A layer with a counter and a random seed of its own, and a SeedGenerator used directly."""
+
+    class Counting(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(5)
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+        def call(self, x: Any) -> Any:
+            self.count.assign_add(tf.reduce_sum(x))
+            return x + keras.random.normal((3,), seed=self.seeds)
+
+    with strategy.scope():
+        layer = Counting()
+    data = strategy.experimental_distribute_dataset(batches(rows(72, 3)))
+    step = tf.function(lambda x: strategy.run(layer, args=(x,)))
+    out = [local(strategy, step(x)) for x in data]
+    return {
+        "out": out,
+        "count": np.asarray(layer.count),
+        "own": per_replica(strategy, layer.variables),
+        "seed": np.asarray(layer.seeds.state),
+    }
+
+
+@program(core=True)
+def random_generator(strategy: tf.distribute.Strategy) -> Any:
+    """A tf.random.Generator made in scope has a stream per replica."""
+    with strategy.scope():
+        generator = tf.random.Generator.from_seed(11)
+    step = tf.function(lambda: strategy.run(lambda: generator.normal([3])))
+    return [local(strategy, step()) for _ in range(3)]
+
+
+@program()
+def variables_made_in_the_replica_function(strategy: tf.distribute.Strategy) -> Any:
+    """Made in the first trace, under tf.function."""
+    made: list[tf.Variable] = []
+
+    def replica_step(x: Any) -> Any:
+        if not made:
+            with tf.init_scope():
+                pass
+            made.append(tf.Variable([1.0, 2.0], aggregation=tf.VariableAggregation.MEAN))
+        made[0].assign_add(x)
+        return made[0] + 0.0
+
+    # Stock MirroredStrategy runs `replica_step` once per replica: each has to make its own component.
+    if isinstance(strategy, tf.distribute.MirroredStrategy):
+        with strategy.scope():
+            made.append(tf.Variable([1.0, 2.0], aggregation=tf.VariableAggregation.MEAN))
+    step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
+    return [local(strategy, step(tf.constant([1.0, 3.0]))) for _ in range(3)]
