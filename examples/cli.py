@@ -24,8 +24,10 @@ def parser(
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parses the command line, and checks that the global batch falls into equal micro-batches."""
+    """Parses the command line, and checks that there is a global batch, which falls into equal micro-batches."""
     options = parser.parse_args()
+    if options.batch_size > (digits := 50_000 if options.full else 4_000):
+        parser.error(f"--batch-size {options.batch_size} is more than the {digits} digits to train on")
     if options.batch_size % options.replicas:
         parser.error(
             f"--batch-size {options.batch_size} cannot be cut into --replicas {options.replicas} equal micro-batches"

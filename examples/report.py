@@ -12,24 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from rich import progress  # Keras 3 requires rich
 
 
 @contextlib.contextmanager
 def epoch_bar(label: str, steps: int) -> Iterator[Callable[[float], None]]:
-    """Shows a progress bar (rich's where it is installed, else Keras'); yields advance(loss), to call once a step."""
-    try:
-        from rich import progress
-    except ImportError:
-        import keras
-
-        print(label)
-        bar = keras.utils.Progbar(steps, stateful_metrics=["loss"])
-        yield lambda loss: bar.add(1, values=[("loss", loss)])
-        return
+    """Shows a progress bar; yields advance(loss), to call once a step."""
     columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
-    with progress.Progress(*columns, "loss {task.fields[loss]:.4f}") as rich_bar:
-        task = rich_bar.add_task(label, total=steps, loss=float("nan"))
-        yield lambda loss: rich_bar.update(task, advance=1, loss=loss)
+    with progress.Progress(*columns, "loss {task.fields[loss]:.4f}") as bar:
+        task = bar.add_task(label, total=steps, loss=float("nan"))
+        yield lambda loss: bar.update(task, advance=1, loss=loss)
 
 
 def peak_memory() -> float:

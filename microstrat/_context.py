@@ -48,6 +48,7 @@ class Tracing:
       cuts: operations that cut a replica's share out of an argument; cheap, so repeated rather than kept.
       inline: whether nested tf.functions run inline (they hold a collective).
       lifted: whether a collective stood in a branch, and was lifted out of it.
+      read_as_shared: variables that were read as one value for all replicas, and may yet get one per replica.
       restart: why the trace must start again, if it must.
     """
 
@@ -65,6 +66,7 @@ class Tracing:
         self.kinds = _kinds.Kinds(self.graph)
         self._varies: dict[tf.Operation, bool] = {}
         self.restart: str | None = None
+        self.read_as_shared: list[Any] = []
         self.redirected: list[tuple[tf.Tensor, tf.Tensor]] = []
         with self.graph.as_default():
             self.replica_id = tf.compat.v1.placeholder(tf.int32, [], name="replica_id")
@@ -175,7 +177,9 @@ class Tracing:
 
         Inside a nested tf.function nothing is known of its arguments, so everything there may.
         """
-        if not isinstance(value, tf.Tensor) or not hasattr(value, "graph"):
+        if not isinstance(value, tf.Tensor):
+            return tf.nest.is_nested(value) and any(self.varies(part) for part in tf.nest.flatten(value))
+        if not hasattr(value, "graph"):
             return False
         if enclosing_function(value.graph, self.graph) is not None:
             return True

@@ -257,6 +257,8 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
             replica.abandon()
             replica.join()
     registers.finish()
+    for variable in strategy.extended.local_variables():
+        variable.follow_replica_0()
     return _values.regroup([replica.result for replica in replicas])
 
 

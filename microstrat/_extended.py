@@ -24,6 +24,9 @@ class MicroBatchExtended(_tf.StrategyExtended):
         self._retrace_functions_for_each_device = False
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._owners: dict[int, Any] = {}
+        self._local: list[Any] = []
+        self._read_as_shared = _tf.weak_identity_set()
+        self.state_version = 0
 
     # --- Running ------------------------------------------------------------------------------------------------------
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -102,9 +105,26 @@ class MicroBatchExtended(_tf.StrategyExtended):
         self._owners[id(component.handle)] = weakref.ref(variable)
         return variable
 
-    def register_rows(self, variable: Any) -> None:
-        """Notes that a variable has got a value per replica."""
+    def became_local(self, variable: Any) -> None:
+        """Notes that a variable has got a value per replica.
+
+        Functions traced before took it for a shared one. Distributed inputs carry `state_version` in their types, so such
+        functions are traced again the next time they are called.
+        """
         self._owners[id(variable.rows.handle)] = weakref.ref(variable)
+        self._local.append(weakref.ref(variable))
+        if variable in self._read_as_shared:
+            self.state_version += 1
+
+    def note_trace(self, tracing: _context.Tracing) -> None:
+        """Notes what a finished trace took for shared."""
+        for variable in tracing.read_as_shared:
+            if variable.rows is None:
+                self._read_as_shared.add(variable)
+
+    def local_variables(self) -> list[Any]:
+        """Variables that were shared and have got a value per replica."""
+        return [variable for reference in self._local if (variable := reference()) is not None]
 
     def owner_of(self, handle: tf.Tensor) -> Any:
         """This strategy's variable behind a resource handle, or None."""

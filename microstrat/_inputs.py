@@ -16,8 +16,9 @@ from microstrat import _errors, _tf, _values
 _PLAIN_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
-def _wrap(num_replicas: int, element: Any) -> Any:
+def _wrap(strategy: Any, element: Any) -> Any:
     """One global batch as per-replica values; None and other non-tensors stay. One replica gets plain tensors."""
+    num_replicas = strategy.num_replicas_in_sync
     if num_replicas == 1:
         return element
     rows: dict[str, int] = {}
@@ -28,6 +29,7 @@ def _wrap(num_replicas: int, element: Any) -> Any:
             if count is not None:
                 rows[_path_name(path)] = count
             value = _values.BatchRows(num_replicas, value)
+            value.state_version = strategy.extended.state_version
         wrapped.append(value)
     if len(set(rows.values())) > 1:
         raise _errors.no_common_rows(rows, num_replicas)
@@ -38,11 +40,14 @@ def _path_name(path: Sequence[Any]) -> str:
     return "/".join(str(part) for part in path) or "batch"
 
 
-def _wrap_spec(num_replicas: int, element_spec: Any) -> Any:
+def _wrap_spec(strategy: Any, element_spec: Any) -> Any:
+    num_replicas, version = strategy.num_replicas_in_sync, strategy.extended.state_version
     if num_replicas == 1:
         return element_spec
     return tf.nest.map_structure(
-        lambda spec: _values.PerReplicaSpec("rows", num_replicas, spec) if isinstance(spec, _PLAIN_SPECS) else spec,
+        lambda spec: (
+            _values.PerReplicaSpec("rows", num_replicas, version, spec) if isinstance(spec, _PLAIN_SPECS) else spec
+        ),
         element_spec,
     )
 
@@ -61,7 +66,7 @@ class VirtualDistributedIterator(tf.__internal__.CompositeTensor, _tf.Distribute
     @property
     def element_spec(self) -> Any:
         """Specs of what the iterator yields."""
-        return _wrap_spec(self._strategy.num_replicas_in_sync, self._source.element_spec)
+        return _wrap_spec(self._strategy, self._source.element_spec)
 
     def __iter__(self) -> VirtualDistributedIterator:
         return self
@@ -80,7 +85,7 @@ class VirtualDistributedIterator(tf.__internal__.CompositeTensor, _tf.Distribute
         del name
         if _tf.get_replica_context_of(self._strategy) is not None:
             raise _errors.next_in_replica_context()
-        return _wrap(self._strategy.num_replicas_in_sync, self._source.get_next())
+        return _wrap(self._strategy, self._source.get_next())
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         """The next global batch as a tf.experimental.Optional, empty at the end."""
@@ -91,14 +96,15 @@ class VirtualDistributedIterator(tf.__internal__.CompositeTensor, _tf.Distribute
 class _DistributedInputSpec(tf.TypeSpec):
     """What the types of distributed iterators and datasets share: the strategy, and the tf.data type inside."""
 
-    __slots__ = ["_source", "_strategy"]
+    __slots__ = ["_source", "_state_version", "_strategy"]
 
     def __init__(self, strategy: Any, source: Any):
         self._strategy = strategy
         self._source = source
+        self._state_version = strategy.extended.state_version
 
     def _serialize(self) -> tuple[Any, ...]:
-        return (id(self._strategy), self._source)
+        return (id(self._strategy), self._state_version, self._source)
 
     # The base class builds relaxed copies from _serialize(), which can't hold the strategy itself: it must be hashable.
     def _with_tensor_ranks_only(self) -> Any:
@@ -121,11 +127,17 @@ class _DistributedInputSpec(tf.TypeSpec):
         return (
             type(self) is type(other)
             and self._strategy is other._strategy
+            and self._state_version == other._state_version
             and self._source.is_subtype_of(other._source)
         )
 
     def most_specific_common_supertype(self, others: Any) -> Any:
-        if any(type(other) is not type(self) or other._strategy is not self._strategy for other in others):
+        if any(
+            type(other) is not type(self)
+            or other._strategy is not self._strategy
+            or other._state_version != self._state_version
+            for other in others
+        ):
             return None
         common = self._source.most_specific_common_supertype([other._source for other in others])
         return None if common is None else type(self)(self._strategy, common)
@@ -160,7 +172,7 @@ class VirtualDistributedDataset(tf.__internal__.CompositeTensor, _tf.Distributed
     @property
     def element_spec(self) -> Any:
         """Specs of the elements."""
-        return _wrap_spec(self._strategy.num_replicas_in_sync, self._source.element_spec)
+        return _wrap_spec(self._strategy, self._source.element_spec)
 
     @property
     def cardinality(self) -> Any:

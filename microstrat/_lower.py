@@ -61,6 +61,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
             break
         for owner in local:
             owner.ensure_rows()
+    strategy.extended.note_trace(trace.tracing)
     return _lower(trace, graph, varying, num_replicas, device)
 
 

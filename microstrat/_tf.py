@@ -40,6 +40,7 @@ from tensorflow.python.data.ops import optional_ops as _optional_ops
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 from tensorflow.python.ops import while_loop as _while_loop
 from tensorflow.python.util import nest as _nest
+from tensorflow.python.util import object_identity as _object_identity
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops
 from tensorflow.python.ops import variable_scope as _variable_scope
 from tensorflow.python.trackable import base as _trackable
@@ -358,6 +359,10 @@ def variable_accessed(variable: Any) -> None:
 def register_conversion(cls: type, function: Callable[..., Any]) -> None:
     """Registers how `cls` becomes a Tensor; `__tf_tensor__` alone is not asked for CompositeTensors."""
     _conversion.register_tensor_conversion_function(cls, function)
+
+
+def weak_identity_set() -> Any:
+    return _object_identity.ObjectIdentityWeakSet()  # distributed variables compare by value, so WeakSet fails
 
 
 def as_graph_element(value: Any) -> Any:

@@ -82,6 +82,7 @@ def _trace_once(
         leaves = tuple(redirect.get(id(leaf), leaf) for leaf in tf.nest.flatten(structure, expand_composites=True))
         for old, new in tracing.redirected:
             _tf.replace_tensor(old, new)
+        _follow_replica_0(tracing)
     _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
     _see_through_identity_n(graph, leaves)
     if tracing.lifted:
@@ -89,6 +90,18 @@ def _trace_once(
             if op.type in _kinds.BRANCHES and any(tensor.op in tracing.collectives for tensor in op.inputs):
                 _branches.drop_dead_inputs(op, graph)
     return Trace(tracing, structure, leaves, frozenset(control.ops_which_must_run))
+
+
+def _follow_replica_0(tracing: _context.Tracing) -> None:
+    """Makes variables with a value per replica show replica 0's to everybody outside."""
+    graph = tracing.graph
+    for handle, inner in list(graph.captures):
+        owner = tracing.strategy.extended.owner_of(handle)
+        if owner is not None and owner.has_primary and owner.handle_is_rows(handle):
+            if any(_kinds.writes(op) for op in inner.consumers()):
+                graph.cross_replica_depth += 1
+                owner.follow_replica_0()
+                graph.cross_replica_depth -= 1
 
 
 def _cut_arguments(tracing: _context.Tracing, structure: Any, device: str) -> Any:

@@ -165,6 +165,7 @@ class _PerReplicaRows:
     """What both kinds of variables need to read and write rows."""
 
     rows: Any
+    has_primary: bool
     _distribute_strategy: Any
 
     @property
@@ -192,10 +193,12 @@ class _PerReplicaRows:
 class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     """A variable with synchronization ON_WRITE (the default): one value for all replicas.
 
-    With aggregation NONE, a non-trainable variable that a replica function assigns gets a value per replica at its first
-    such assignment (BatchNormalization's moving statistics, SeedGenerator's state): each replica reads its own, everybody
-    else replica 0's.
+    With aggregation NONE, a non-trainable variable to which replicas assign different values gets a value per replica at
+    the first such assignment (BatchNormalization's moving statistics): each replica reads its own. `primary` follows
+    replica 0's, for everybody else: cross-replica reads, checkpoints, and functions traced before.
     """
+
+    has_primary = True
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
         super().__init__(strategy, values, aggregation, var_policy)
@@ -210,7 +213,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
     @property
     def primary(self) -> Any:
-        """The one variable; once there are rows, only its name, type and handle count."""
+        """The one variable; once there are rows, it has replica 0's value."""
         return self._primary
 
     @property
@@ -226,7 +229,12 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
     @property
     def may_become_local(self) -> bool:
-        return self.rows is None and self._aggregation == tf.VariableAggregation.NONE and not self.trainable
+        return (
+            self.rows is None
+            and self._aggregation == tf.VariableAggregation.NONE
+            and not self.trainable
+            and self.num_replicas > 1
+        )
 
     def _get_replica(self, replica_id: int) -> Any:
         if self.rows is None:
@@ -244,20 +252,22 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return self._get_cross_replica()
 
     def _get_cross_replica(self) -> tf.Tensor:
-        if self.rows is not None and not _tf.is_saving_non_distributed():
-            return self.read_row(0)
+        if self.rows is not None and _context.current_tracing() is not None:
+            return self.read_row(0)  # the primary follows at the end of the trace
         return tf.identity(self._primary)
 
     def _get_on_device_or_primary(self) -> Any:
-        if _tf.is_saving_non_distributed():
+        if _tf.is_saving_non_distributed() or not self.in_own_replica_context():
             return self._primary
-        if self.rows is None:
-            if self.may_become_local and self.in_own_replica_context():
-                return self._read_before_local()
-            return self._primary
-        if self.in_own_replica_context():
+        if self.rows is not None:
             return self.read_row(_context.live_replica_id())
-        return self.read_row(0)
+        if self.may_become_local:
+            return self._read_before_local()
+        return self._primary
+
+    def follow_replica_0(self) -> None:
+        """Makes the primary replica 0's value."""
+        self._primary.assign(self.read_row(0), read_value=False)
 
     def _read_before_local(self) -> Any:
         """A read in a nested graph of a variable that may yet get a value per replica.
@@ -266,6 +276,9 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         """
         if tf.executing_eagerly():
             return self._primary
+        tracing = _context.current_tracing()
+        if tracing is not None:
+            tracing.read_as_shared.append(self)
         graph = tf.compat.v1.get_default_graph()
         context = _tf.get_replica_context_of(self._distribute_strategy)
         assert context is not None
@@ -290,7 +303,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         if self._aggregation == tf.VariableAggregation.NONE:
-            if self.trainable:
+            if self.trainable or self.num_replicas == 1:
                 # One value; the planner refuses the program if replicas would write different ones.
                 return update_fn(self._primary, value, **kwargs)
             tracing = _context.current_tracing()
@@ -309,7 +322,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         if self.rows is not None and _context.current_tracing() is None and not isinstance(value, _values.PerReplica):
-            return update_fn(AllReplicasView(self), value, **kwargs)
+            update_fn(AllReplicasView(self), value, **kwargs)
+            return update_fn(self._primary, value, **kwargs)
         return super()._update_cross_replica(update_fn, value, **kwargs)
 
     def ensure_rows(self) -> None:
@@ -318,7 +332,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             return
         tracing = _context.current_tracing()
         self.rows = self._make_rows()
-        self._distribute_strategy.extended.register_rows(self)
+        self._distribute_strategy.extended.became_local(self)
         if tracing is not None:
             tracing.adopt_local_state(self._primary, lambda: self.read_row(tracing.replica_id))
 
@@ -343,17 +357,14 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             )
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        with tf.init_scope() if tf.executing_eagerly() else _Nothing():
-            return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
+        return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
 
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
         value = restored_tensors[_tf.VARIABLE_VALUE_KEY]
-        written = self._primary.assign(value, read_value=False)
-        if self.rows is None:
-            return written
-        return tf.group(written, AllReplicasView(self).assign(value)) if written is not None else AllReplicasView(
-            self
-        ).assign(value)
+        written = [self._primary.assign(value, read_value=False)]
+        if self.rows is not None:
+            written.append(AllReplicasView(self).assign(value))
+        return tf.group(*[op for op in written if op is not None])
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         raise NotImplementedError("replaced by _serialize_to_tensors")
@@ -361,6 +372,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
 class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
     """A variable with synchronization ON_READ: a value per replica, aggregated when read in cross-replica context."""
+
+    has_primary = False
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
         self.rows = values[0]
@@ -477,14 +490,6 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         raise NotImplementedError("replaced by _serialize_to_tensors")
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass
 
 
 def _reduce_op_of(aggregation: tf.VariableAggregation) -> tf.distribute.ReduceOp:

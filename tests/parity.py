@@ -10,13 +10,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-from tests import worker
+from tests import programs, worker
 
 ROOT = pathlib.Path(__file__).parent.parent
 JOB_LIMIT = 120
 """Seconds that a program may take: MirroredStrategy on logical CPUs can deadlock. It gets a second chance."""
+
+
+class _Group(NamedTuple):
+    """Jobs that share a process."""
+
+    kind: str
+    number: int
+    after: str
+
+
+def _group(job: str) -> _Group:
+    kind, number, name = job.split(":")
+    return _Group(kind, int(number), programs.PROGRAMS[name].after)
 
 
 class Session:
@@ -25,24 +38,33 @@ class Session:
     def __init__(self, directory: pathlib.Path, jobs: Iterable[str], *, processes: int = 2):
         self._directory = directory
         self._pool = concurrent.futures.ThreadPoolExecutor(processes)
-        groups: dict[str, list[str]] = {}
+        groups: dict[_Group, list[str]] = {}
         for job in jobs:
-            kind, number, _ = job.split(":")
-            groups.setdefault(f"{kind}:{number}", []).append(job)
-        # References with many replicas take longest, so they start first.
-        order = sorted(groups, key=lambda group: (group.startswith("mirrored"), int(group.split(":")[1])), reverse=True)
-        self._runs = {group: self._pool.submit(self._run, group, groups[group]) for group in order}
+            groups.setdefault(_group(job), []).append(job)
+            if after := _group(job).after:
+                for kind in ("mirrored", "looped"):
+                    earlier = f"{kind}:{_group(job).number}:{after}"
+                    groups.setdefault(_group(earlier), []).append(earlier)
+        # References with many replicas take longest, so they start first; what waits for others starts last.
+        order = sorted(groups, key=lambda group: (group.after, group.kind != "mirrored", -group.number))
+        self._runs: dict[_Group, concurrent.futures.Future[None]] = {}
+        for group in order:
+            waits_for = list(self._runs.values()) if group.after else []
+            self._runs[group] = self._pool.submit(self._run, group, list(dict.fromkeys(groups[group])), waits_for)
 
     def outcome(self, kind: str, number: int, name: str) -> dict[str, Any]:
         """The outcome of a job, as `tests.worker.write` describes it; waits for its process."""
-        self._runs[f"{kind}:{number}"].result()
-        return pickle.loads(worker.result_file(self._directory, f"{kind}:{number}:{name}").read_bytes())
+        job = f"{kind}:{number}:{name}"
+        self._runs[_group(job)].result()
+        return pickle.loads(worker.result_file(self._directory, job).read_bytes())
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _run(self, group: str, jobs: list[str]) -> None:
-        directory = self._directory / group.replace(":", "-")
+    def _run(self, group: _Group, jobs: list[str], waits_for: list[concurrent.futures.Future[None]]) -> None:
+        # No deadlock: a pool starts its tasks in order, so these have started.
+        concurrent.futures.wait(waits_for)
+        directory = self._directory / "-".join(str(part) for part in group if part)
         directory.mkdir(parents=True)
         hung: set[str] = set()
         while True:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 
 from tests import compare, parity, programs
 
+
+def _marks(entry: programs.Program) -> list[pytest.MarkDecorator]:
+    missing = entry.needs and importlib.util.find_spec(entry.needs) is None
+    marks = [pytest.mark.skip(reason=f"needs {entry.needs}")] if missing else []
+    return [*marks, pytest.mark.core] if entry.core else marks
+
+
 CASES = [
-    pytest.param(kind, number, entry.name, marks=[pytest.mark.core] if entry.core else [], id=f"{entry.name}-{kind}-{number}")
+    pytest.param(kind, number, entry.name, marks=_marks(entry), id=f"{entry.name}-{kind}-{number}")
     for entry in programs.PROGRAMS.values()
     for kind, numbers in (("looped", entry.replicas), ("eager", entry.eager))
     for number in numbers
@@ -21,7 +29,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """The outcomes of the programs of all tests that this session is going to run."""
     jobs = {}
     for item in request.session.items:
-        if item.function is test_parity:
+        if item.function is test_parity and item.get_closest_marker("skip") is None:
             kind, number, name = (item.callspec.params[key] for key in ("kind", "number", "name"))
             jobs[f"mirrored:{number}:{name}"] = jobs[f"{kind}:{number}:{name}"] = None
     session = parity.Session(tmp_path_factory.mktemp("parity"), jobs)

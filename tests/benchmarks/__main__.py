@@ -13,14 +13,15 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 from tests.benchmarks import measure, report
 from tests.benchmarks.models import MODELS
 from tests.benchmarks.peers import PEERS, Case
+from tests.benchmarks.results import Measurement, Result, Settings
 
 _WHATS = ("time", "memory", "startup")
 
 _EXPLANATION = """\
 what is measured
   time      milliseconds a step, all of it: the batch from tf.data, the call, N micro-batches, the update. Programs run
-            in turn, microstrat before each peer, and a ratio is of neighbours in time: these figures hold on a noisy
-            machine, the milliseconds alone may not.
+            in turn, microstrat before each peer, and a ratio is of neighbours in time: it holds on a noisy machine
+            where milliseconds alone do not. CPU is processor time of all threads.
   memory    MiB in a fresh process: the peak of the steps after the first, less the level before the first.
   startup   seconds in a fresh process: the first step less a later one (trace, lowering, graph optimisation).
 
@@ -82,7 +83,7 @@ def _plan(options: argparse.Namespace) -> list[tuple[str, list[Case]]]:
         return Case(model, peer, replicas, options.micro_batch, options.optimizer, options.xla)
 
     for model in options.models:
-        cases = [[case(model, peer, n) for peer in measure.peers_of(chosen, n)] for n in options.replicas]
+        cases = [[case(model, peer, n) for peer in chosen if PEERS[peer].can_do(n)] for n in options.replicas]
         if "time" in options.what:
             groups += [("time", group) for group in cases]
         # A single micro-batch step is the same for every N, and the measure of all others.
@@ -102,7 +103,7 @@ def _report_progress(message: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints, and returns 1 if a program could not be measured."""
     options = _parse(arguments)
-    settings = measure.Settings(
+    settings = Settings(
         rounds=options.rounds,
         seconds=options.seconds,
         processes=options.processes,
@@ -110,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         memory_limit=int(options.memory_limit * 2**30),
     )
     groups = _plan(options)
-    results: list[measure.Result] = []
+    results: list[Result] = []
     for index, (what, cases) in enumerate(groups, start=1):
 
         def progress(message: str, index: int = index) -> None:
@@ -124,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     report.print_tables(results)
     if options.json:
         report.write_json(options.json, results, settings)
-    failed = [result for result in results if isinstance(result, measure.Measurement) and not result.samples]
+    failed = [result for result in results if isinstance(result, Measurement) and not result.samples]
     return 1 if failed else 0
 
 

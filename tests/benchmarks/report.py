@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 import microstrat
-from tests.benchmarks.measure import Comparison, Measurement, Result, Settings
+from tests.benchmarks.results import Comparison, Measurement, Result, Settings
 
 try:
     import rich.box
@@ -40,26 +40,28 @@ def print_tables(results: Sequence[Result]) -> None:
         measured = [result for result in results if isinstance(result, Measurement) and result.what == what]
         compared = [result for result in results if isinstance(result, Comparison) and result.what == what]
         if measured:
-            _print_table(
-                title, ("model", "N", "program", "unit", "best", "median", "note"), [_measured(m) for m in measured]
-            )
+            header = ("model", "N", "program", "unit", "best", "median", "CPU", "note")
+            _print_table(title, header, [_measured(result) for result in measured])
         if compared:
-            _print_table(
-                f"{title}: ratios",
-                ("model", "program", "against", "best", "median", "target", "met"),
-                [_compared(c) for c in compared],
-            )
+            header = ("model", "program", "against", "best", "median", "CPU", "target", "met")
+            _print_table(f"{title}: ratios", header, [_compared(result) for result in compared])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _measured(result: Measurement) -> Row:
-    figures = [f"{result.best:.4g}", f"{result.median:.4g}"] if result.samples else ["-", "-"]
-    return [result.case.model, str(result.case.replicas), result.case.peer, result.unit, *figures, result.note]
+    figures = [result.best, result.median, result.cpu] if result.samples else [None, None, None]
+    texts = [_number(figure, ".4g") for figure in figures]
+    return [result.case.model, str(result.case.replicas), result.case.peer, result.unit, *texts, result.note]
 
 
 def _compared(result: Comparison) -> Row:
+    ratios = [_number(ratio, ".3f") for ratio in (result.best, result.median, result.cpu)]
     target = "" if result.target is None else f"<= {result.target:.2f}"
     met = {None: "", True: "yes", False: "NO"}[result.met]
-    return [result.model, result.subject, result.against, f"{result.best:.3f}", f"{result.median:.3f}", target, met]
+    return [result.model, result.subject, result.against, *ratios, target, met]
 
 
 def _print_table(title: str, header: Row, rows: Sequence[Row]) -> None:

@@ -1,8 +1,8 @@
 """One process that builds one program and runs it on command.
 
-Started by `measure` with a case as JSON; answers every command line on stdin with one JSON line on stdout:
+Started by `driver` with a case as JSON; answers every command line on stdin with one JSON line on stdout:
 
-    {"do": "run", "steps": K}     K steps: {"seconds": …}
+    {"do": "run", "steps": K}     K steps: {"seconds": elapsed, "cpu_seconds": of all threads}
     {"do": "peak", "steps": K}    K steps: {"bytes": the highest resident memory while they ran}
     {"do": "weights"}             {"weights": the mean absolute value of each trainable variable}
 
@@ -53,9 +53,9 @@ def _answer(program: Any, command: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
     if command["do"] == "run":
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         program.run(command["steps"])
-        return {"seconds": time.perf_counter() - start}
+        return {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
     if command["do"] == "peak":
         _CLEAR_REFS.write_text(_RESET_PEAK)
         program.run(command["steps"])

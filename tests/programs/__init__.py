@@ -3,4 +3,4 @@
 from tests.programs import checkpoints, collectives, functions, inputs, loops, training, variables
 from tests.programs._registry import PROGRAMS, TOLERANCE, Program, program
 
-__all__ = ["PROGRAMS", "TOLERANCE", "Program", "checkpoints", "collectives", "functions", "inputs", "loops", "program", "training", "variables"]
+__all__ = ["PROGRAMS", "TOLERANCE", "Program", "program"]

@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 ALL = (1, 2, 3, 4, 8)
-FEW = (1, 2, 3)
-"""For programs whose reference is slow to trace."""
+USUAL = (1, 2, 3)
+"""Tracing and running the reference takes longer with every replica, so most programs stop here."""
 EAGER = (2, 3)
 """Numbers of replicas that also run under the eager engine."""
 BATCH = 24
@@ -38,6 +38,8 @@ class Program:
     tolerance: float
     why: str
     core: bool
+    needs: str
+    after: str
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -45,11 +47,13 @@ PROGRAMS: dict[str, Program] = {}
 
 def program(
     *,
-    replicas: Sequence[int] = ALL,
+    replicas: Sequence[int] = USUAL,
     eager: Sequence[int] = EAGER,
     tolerance: float = TOLERANCE,
     why: str = "",
     core: bool = False,
+    needs: str = "",
+    after: str = "",
 ) -> Callable[[Callable[[tf.distribute.Strategy], Any]], Callable[[tf.distribute.Strategy], Any]]:
     """Registers a program under its function's name.
 
@@ -59,6 +63,8 @@ def program(
         tolerance: see `TOLERANCE`; another one needs a reason.
         why: the reason for another tolerance, or for running at fewer numbers of replicas or not eagerly.
         core: also run on the oldest supported TensorFlow.
+        needs: a package without which the program is skipped.
+        after: a program that must have run under all strategies before this one runs.
     """
     if tolerance != TOLERANCE and not why:
         raise ValueError("a tolerance of its own needs a reason")
@@ -68,7 +74,7 @@ def program(
         if name in PROGRAMS:
             raise ValueError(f"two programs are called {name}")
         both = tuple(number for number in eager if number in replicas)
-        PROGRAMS[name] = Program(name, function, tuple(replicas), both, tolerance, why, core)
+        PROGRAMS[name] = Program(name, function, tuple(replicas), both, tolerance, why, core, needs, after)
         return function
 
     return register

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tests.programs._registry import BATCH, arrays, batches, local, program, rows
+from tests.programs._registry import ALL, BATCH, arrays, batches, local, program, rows
 
 
 def _id(dtype: Any = tf.float32) -> tf.Tensor:
@@ -20,7 +20,7 @@ def _run(strategy: tf.distribute.Strategy, replica_function: Any, *args: Any) ->
     return [tf.nest.map_structure(functools.partial(local, strategy), step(*args)) for _ in range(2)]
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def all_reduce(strategy: tf.distribute.Strategy) -> Any:
     def replica_function() -> Any:
         context = tf.distribute.get_replica_context()
@@ -176,7 +176,7 @@ def strategy_reduce(strategy: tf.distribute.Strategy) -> Any:
     return arrays({"batch": reduce_all(x), "run": reduce_all(doubled), "compiled": compiled(x)})
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def strategy_reduce_uneven(strategy: tf.distribute.Strategy) -> Any:
     """Means over rows weigh every row alike, also when replicas have different numbers of rows."""
     out = []
@@ -206,16 +206,16 @@ def run_results(strategy: tf.distribute.Strategy) -> Any:
         return {
             "varying": x + _id(),
             "uniform": tf.constant([1.0, 2.0]),
-            "number": 3,
             "nested": [(_id(), {"deep": tf.constant(True)}), (tf.shape(x)[0],)],
             "string": tf.strings.as_string(_id(tf.int32)),
         }
 
     (x,) = strategy.experimental_distribute_dataset(batches(rows(BATCH, 2)))
     out = _run(strategy, replica_function, x)
-    step = tf.function(lambda: strategy.run(lambda: None))
-    assert strategy.experimental_local_results(step())[0] is None
-    return out
+    step = tf.function(lambda: strategy.run(lambda: (None, 3)))
+    nothing, number = step()
+    assert strategy.experimental_local_results(nothing)[0] is None
+    return {"out": out, "number": [int(part) for part in local(strategy, number)]}
 
 
 @program()
@@ -230,7 +230,11 @@ def run_results_go_into_run(strategy: tf.distribute.Strategy) -> Any:
         return strategy.run(lambda v, w: v * w, args=(once,), kwargs={"w": 3.0})
 
     value = first()
-    return [local(strategy, second(value)), local(strategy, both(value)), local(strategy, strategy.run(tf.square, (value["a"],)))]
+    return [
+        local(strategy, second(value)),
+        local(strategy, both(value)),
+        local(strategy, strategy.run(tf.square, (value["a"],))),
+    ]
 
 
 @program()

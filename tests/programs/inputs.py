@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.programs._registry import BATCH, arrays, batches, labels, local, program, rows
+from tests.programs._registry import ALL, BATCH, arrays, batches, labels, local, program, rows
 
 
 def _replicas(strategy: tf.distribute.Strategy, structure: Any) -> Any:
@@ -17,16 +17,18 @@ def _replicas(strategy: tf.distribute.Strategy, structure: Any) -> Any:
 
 def _dense(structure: Any) -> Any:
     return tf.nest.map_structure(
-        lambda part: tf.sparse.to_dense(part)
-        if isinstance(part, tf.SparseTensor)
-        else part.to_tensor()
-        if isinstance(part, tf.RaggedTensor)
-        else part,
+        lambda part: (
+            tf.sparse.to_dense(part)
+            if isinstance(part, tf.SparseTensor)
+            else part.to_tensor()
+            if isinstance(part, tf.RaggedTensor)
+            else part
+        ),
         structure,
     )
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def split_of_batches(strategy: tf.distribute.Strategy) -> Any:
     """Which rows each replica gets: even, uneven and tiny last batches, and batch sizes that don't divide."""
     out = {}
@@ -59,15 +61,23 @@ def nested_inputs(strategy: tf.distribute.Strategy) -> Any:
     ).batch(BATCH)
 
     def replica_function(x: Any) -> Any:
-        return {"a": x["a"] * 2, "rows": tf.shape(x["a"])[0], "b": [x["b"][0] + 1, tf.strings.length(x["b"][1]), x["b"][1]]}
+        return {
+            "a": x["a"] * 2,
+            "rows": tf.shape(x["a"])[0],
+            "b": [x["b"][0] + 1, tf.strings.length(x["b"][1]), x["b"][1]],
+        }
 
     step = tf.function(lambda x: strategy.run(replica_function, args=(x,)))
-    return [[_replicas(strategy, x), _replicas(strategy, step(x))] for x in strategy.experimental_distribute_dataset(data)]
+    return [
+        [_replicas(strategy, x), _replicas(strategy, step(x))] for x in strategy.experimental_distribute_dataset(data)
+    ]
 
 
 @program()
 def ragged_inputs(strategy: tf.distribute.Strategy) -> Any:
-    ragged = tf.RaggedTensor.from_row_lengths(tf.range(200.0)[: sum(i % 4 for i in range(31))], [i % 4 for i in range(31)])
+    ragged = tf.RaggedTensor.from_row_lengths(
+        tf.range(200.0)[: sum(i % 4 for i in range(31))], [i % 4 for i in range(31)]
+    )
     data = tf.data.Dataset.from_tensor_slices((ragged, np.arange(31))).batch(BATCH)
 
     def replica_function(x: Any, y: Any) -> Any:
@@ -89,7 +99,7 @@ def sparse_inputs(strategy: tf.distribute.Strategy) -> Any:
     return [_replicas(strategy, step(x)) for x in strategy.experimental_distribute_dataset(data)]
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def dataset_loop_in_function(strategy: tf.distribute.Strategy) -> Any:
     with strategy.scope():
         weight = tf.Variable([1.0, 1.0])
@@ -98,7 +108,8 @@ def dataset_loop_in_function(strategy: tf.distribute.Strategy) -> Any:
     def replica_function(x: Any) -> tf.Tensor:
         total = tf.distribute.get_replica_context().all_reduce("sum", tf.reduce_sum(x * weight, axis=0))
         tf.distribute.get_replica_context().merge_call(
-            lambda cross, t: cross.extended.update(weight, lambda v, t: v.assign_add(0.01 * t), args=(t,)), args=(total,)
+            lambda cross, t: cross.extended.update(weight, lambda v, t: v.assign_add(0.01 * t), args=(t,)),
+            args=(total,),
         )
         return tf.reduce_sum(x)
 
@@ -176,7 +187,7 @@ def datasets_from_function(strategy: tf.distribute.Strategy) -> Any:
     return {"out": [local(strategy, step(x)) for x in data], "facts": facts}
 
 
-@program()
+@program(replicas=ALL)
 def datasets_from_function_ends_early(strategy: tf.distribute.Strategy) -> Any:
     """Fewer micro-batches than replicas are left, and the last one is short."""
     data = strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(13).batch(2))
@@ -195,7 +206,11 @@ def datasets_from_function_ends_early(strategy: tf.distribute.Strategy) -> Any:
 def values_from_function(strategy: tf.distribute.Strategy) -> Any:
     def make(context: Any) -> Any:
         number = context.replica_id_in_sync_group
-        return {"scalar": tf.constant(float(number)), "array": np.arange(3) + number, "count": context.num_replicas_in_sync}
+        return {
+            "scalar": tf.constant(float(number)),
+            "array": np.arange(3) + number,
+            "count": context.num_replicas_in_sync,
+        }
 
     values = strategy.experimental_distribute_values_from_function(make)
     step = tf.function(lambda v: strategy.run(lambda v: {"s": v["scalar"] + 1, "a": v["array"] * 2}, args=(v,)))

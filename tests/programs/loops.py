@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests.programs._registry import (
+    ALL,
     BATCH,
-    FEW,
     arrays,
     batches,
     by_path,
@@ -28,12 +28,12 @@ def _data(*shape: int, number: int = 2 * BATCH, batch: int = BATCH) -> tf.data.D
     return batches(rows(number, *(shape or (6,))), labels(number), batch=batch)
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def loop_mlp_sgd(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data())
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def loop_mlp_adam(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.Adam(0.01), _data())
 
@@ -56,7 +56,7 @@ def loop_adamw_ema_clipnorm(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, optimizer, _data())
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def loop_batch_norm(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -82,7 +82,7 @@ def loop_dropout(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.SGD(0.1), _data())
 
 
-@program(replicas=FEW)
+@program()
 def loop_lstm(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential([keras.Input((5, 3)), keras.layers.LSTM(6), keras.layers.Dense(4)])
@@ -90,7 +90,7 @@ def loop_lstm(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.Adam(0.01), _data(5, 3))
 
 
-@program(replicas=(1, 2, 4))
+@program(replicas=(2, 3))
 def loop_convolution(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -106,17 +106,17 @@ def loop_convolution(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.SGD(0.05, momentum=0.9), _data(8, 8, 2))
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def loop_uneven_last_batch(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data(number=BATCH + 17))
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def loop_fewer_rows_than_replicas(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data(number=BATCH + 1))
 
 
-@program()
+@program(replicas=ALL)
 def loop_batch_not_divisible(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data(number=52, batch=20), batch=20)
 
@@ -145,7 +145,11 @@ def loop_metrics(strategy: tf.distribute.Strategy) -> Any:
         model = mlp(classes=2)
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
-        metrics = [keras.metrics.Mean(), keras.metrics.SparseCategoricalAccuracy(), keras.metrics.AUC(num_thresholds=20)]
+        metrics = [
+            keras.metrics.Mean(),
+            keras.metrics.SparseCategoricalAccuracy(),
+            keras.metrics.AUC(num_thresholds=20),
+        ]
     data = strategy.experimental_distribute_dataset(batches(rows(2 * BATCH, 6), labels(2 * BATCH, 2)))
 
     def replica_step(x: Any, y: Any) -> None:

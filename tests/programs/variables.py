@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.programs._registry import arrays, batches, local, per_replica, program, rows
+from tests.programs._registry import ALL, arrays, batches, local, per_replica, program, rows
 
 METHODS = ("assign", "assign_add", "assign_sub")
 AGGREGATIONS = {
@@ -21,7 +21,9 @@ AGGREGATIONS = {
 ON_READ = tf.VariableSynchronization.ON_READ
 
 
-def _make(strategy: tf.distribute.Strategy, names: Any, dtype: Any = tf.float32, **options: Any) -> dict[str, tf.Variable]:
+def _make(
+    strategy: tf.distribute.Strategy, names: Any, dtype: Any = tf.float32, **options: Any
+) -> dict[str, tf.Variable]:
     with strategy.scope():
         return {
             f"{name}-{method}": tf.Variable(
@@ -60,7 +62,7 @@ def _cross(variables: dict[str, tf.Variable]) -> dict[str, np.ndarray]:
     return {name: variable.numpy() for name, variable in variables.items()}
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def variables_on_write(strategy: tf.distribute.Strategy) -> Any:
     variables = _make(strategy, ("sum", "mean", "first"))
     seen = _write_in_replicas(strategy, variables)
@@ -73,7 +75,7 @@ def variables_on_write_integer(strategy: tf.distribute.Strategy) -> Any:
     return {"seen": _write_in_replicas(strategy, variables), "after": _cross(variables)}
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def variables_none(strategy: tf.distribute.Strategy) -> Any:
     """Non-trainable, aggregation NONE: every replica keeps what it wrote; others see replica 0's."""
     variables = _make(strategy, ("none",))
@@ -91,7 +93,7 @@ def variables_none(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def variables_on_read(strategy: tf.distribute.Strategy) -> Any:
     variables = _make(strategy, ("sum", "mean", "first", "none"), synchronization=ON_READ)
     seen = _write_in_replicas(strategy, variables)
@@ -188,7 +190,18 @@ def variables_overloads(strategy: tf.distribute.Strategy) -> Any:
         counter.assign_add([[1.0, _replica_number()]])
         total.assign_add(counter * 2)
         return [
-            [v + 1, 2 * v, v @ [[1.0], [2.0]], v[0], v[..., 1:], -v, v.value(), tf.gather(v, [0]), tf.reduce_max(v), v > 1.5]
+            [
+                v + 1,
+                2 * v,
+                v @ [[1.0], [2.0]],
+                v[0],
+                v[..., 1:],
+                -v,
+                v.value(),
+                tf.gather(v, [0]),
+                tf.reduce_max(v),
+                v > 1.5,
+            ]
             for v in (mirrored, counter, total)
         ]
 
@@ -243,7 +256,7 @@ def variables_keras_layer_state(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
-@program(core=True)
+@program(replicas=ALL, core=True)
 def random_generator(strategy: tf.distribute.Strategy) -> Any:
     """A tf.random.Generator made in scope has a stream per replica."""
     with strategy.scope():
