@@ -117,14 +117,17 @@ class Tracing:
     def first(self, value: Any) -> Any:
         """Replica 0's value."""
         return tf.nest.map_structure(
-            lambda tensor: self.collect(Collective("first"), tf.convert_to_tensor(tensor)), value, expand_composites=True
+            lambda tensor: self.collect(Collective("first"), tf.convert_to_tensor(tensor)),
+            value,
+            expand_composites=True,
         )
 
     def all_values(self, value: Any) -> tuple[Any, ...]:
         """All N replicas' values of one value of the trace."""
         parts = [self._all_tensors(tensor) for tensor in tf.nest.flatten(value, expand_composites=True)]
         return tuple(
-            tf.nest.pack_sequence_as(value, list(replica), expand_composites=True) for replica in zip(*parts, strict=True)
+            tf.nest.pack_sequence_as(value, list(replica), expand_composites=True)
+            for replica in zip(*parts, strict=True)
         )
 
     def _all_tensors(self, tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -275,7 +278,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if isinstance(reduce_op, str):
             reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
         flat = [
-            part if isinstance(part, tf.IndexedSlices) else tf.convert_to_tensor(part) for part in tf.nest.flatten(value)
+            part if isinstance(part, tf.IndexedSlices) else tf.convert_to_tensor(part)
+            for part in tf.nest.flatten(value)
         ]
         if any(isinstance(part, tf.IndexedSlices) for part in flat) or not _tf.tape_is_recording():
             return tf.nest.pack_sequence_as(value, self._reduce_flat(reduce_op, flat))

@@ -136,7 +136,9 @@ class _Merge(_Request):
 class _Replica(threading.Thread):
     """One virtual replica: runs when `proceed` is called, until it pauses at a collective or ends."""
 
-    def __init__(self, strategy: Any, number: int, fn: Any, args: Any, kwargs: Any, device: str, made: list[Any], registers: Any):
+    def __init__(
+        self, strategy: Any, number: int, fn: Any, args: Any, kwargs: Any, device: str, made: list[Any], registers: Any
+    ):
         super().__init__(name=f"microstrat-replica-{number}", daemon=True)
         self.function_name = _trace.name_of(fn)
         self.request: _Request | None = None

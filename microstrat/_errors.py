@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 SYMBOLIC_ESCAPES = (
     "A per-replica value was used outside the merge function that received it. Inside merge_call, reduce it with "
     "strategy.extended.reduce_to, or return it: each replica then gets its own value back."

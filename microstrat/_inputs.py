@@ -194,9 +194,7 @@ class VirtualDistributedDataset(tf.__internal__.CompositeTensor, _tf.Distributed
             return iterator.get_next_as_optional(), state
 
         first = iterator.get_next_as_optional()
-        _, state = _tf.while_loop_same_structure(
-            lambda optional, _: optional.has_value(), body, [first, initial_state]
-        )
+        _, state = _tf.while_loop_same_structure(lambda optional, _: optional.has_value(), body, [first, initial_state])
         return state
 
 

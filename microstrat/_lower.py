@@ -251,17 +251,13 @@ class _Emitter:
 
     def _function(self, suffix: str, operations: Any, inputs: Any, outputs: Any, control: Any = ()) -> str:
         name = f"microstrat_{self.name}_{suffix}"
-        _tf.add_function(
-            self.outer, _tf.graph_to_function(name, self.inner, operations, inputs, outputs, control)
-        )
+        _tf.add_function(self.outer, _tf.graph_to_function(name, self.inner, operations, inputs, outputs, control))
         return name
 
     def _read_only(self, op: tf.Operation, inputs: Sequence[tf.Tensor], stage: int) -> None:
         """Marks the resources that a stage only reads, so that it need not wait for other readers."""
         outer_of = {id(inner): outer for outer, inner in self.inner.captures}
-        written = {
-            resource for node in self.sets[stage] for resource in self.graph.nodes[node].writes
-        }
+        written = {resource for node in self.sets[stage] for resource in self.graph.nodes[node].writes}
         indices = [
             index
             for index, tensor in enumerate(inputs)
@@ -297,9 +293,7 @@ class _Emitter:
         before = len(self.inner.get_operations())
         with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
             one = tf.constant(1)
-            variables.append(
-                _LoopVariable(self.replica_id, self._const(0), self.replica_id + one, tf.TensorShape([]))
-            )
+            variables.append(_LoopVariable(self.replica_id, self._const(0), self.replica_id + one, tf.TensorShape([])))
             condition = self.replica_id < self.num_replicas
             self.results.append(lambda _: None)
             for marker in markers:
@@ -312,7 +306,9 @@ class _Emitter:
         inputs = [variable.inner for variable in variables] + [inner for inner, _ in invariants]
         outputs = [variable.after for variable in variables] + [inner for inner, _ in invariants]
         test = {condition.op, *(tensor.op for tensor in condition.op.inputs)} - {self.replica_id.op}
-        body = [self.graph.operations[node] for node in sorted(self.sets[stage])] + [op for op in glue if op not in test]
+        body = [self.graph.operations[node] for node in sorted(self.sets[stage])] + [
+            op for op in glue if op not in test
+        ]
         body_name = self._function(f"stage_{stage}_body", body, inputs, outputs, self._must_run(stage))
         test_name = self._function(f"stage_{stage}_test", list(test), inputs, [condition])
         starts = [variable.start for variable in variables] + [outer for _, outer in invariants]
@@ -466,7 +462,11 @@ class _Emitter:
             return value
         if all(not self._is_inner(part) or not self._varies(part) for part in parts):
             outer = [self._outside(self.key(part)) if self._is_inner(part) else part for part in parts]
-            one = outer[0] if isinstance(value, tf.Tensor) else tf.nest.pack_sequence_as(value, outer, expand_composites=True)
+            one = (
+                outer[0]
+                if isinstance(value, tf.Tensor)
+                else tf.nest.pack_sequence_as(value, outer, expand_composites=True)
+            )
             return one if self.num_replicas == 1 else _values.Uniform(self.num_replicas, one)
         if not isinstance(value, tf.Tensor):
             columns = [self._separate(part) for part in parts]

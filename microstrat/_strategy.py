@@ -32,7 +32,11 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         super().__init__(_extended.MicroBatchExtended(self, num_micro_batches, device or _default_device()))
 
     def run(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, options: Any = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
     ) -> Any:
         """Runs `fn` once for each replica."""
         self._check_scope("strategy.run")

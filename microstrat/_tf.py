@@ -20,6 +20,7 @@ from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
 from tensorflow.python.autograph.core import config as _ag_config
 from tensorflow.python.autograph.impl import api as _autograph
 from tensorflow.python.client import pywrap_tf_session as _session
+from tensorflow.python.data.ops import optional_ops as _optional_ops
 from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 from tensorflow.python.distribute import values as _values
@@ -36,15 +37,14 @@ from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import tensor_conversion_registry as _conversion
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
-from tensorflow.python.data.ops import optional_ops as _optional_ops
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
-from tensorflow.python.ops import while_loop as _while_loop
-from tensorflow.python.util import nest as _nest
-from tensorflow.python.util import object_identity as _object_identity
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops
 from tensorflow.python.ops import variable_scope as _variable_scope
+from tensorflow.python.ops import while_loop as _while_loop
 from tensorflow.python.trackable import base as _trackable
 from tensorflow.python.types import distribute as _distribute_types
+from tensorflow.python.util import nest as _nest
+from tensorflow.python.util import object_identity as _object_identity
 
 # --- Base classes -----------------------------------------------------------------------------------------------------
 # The public tf.distribute.StrategyExtended lacks the v1 hooks (read_var, call_for_each_replica, broadcast_to) that

@@ -42,9 +42,7 @@ def trace(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: di
     """
     inline = False
     for _ in range(_MAX_TRACES):
-        tracing = _context.Tracing(
-            strategy, name_of(fn), tf.compat.v1.get_default_graph(), inline=inline
-        )
+        tracing = _context.Tracing(strategy, name_of(fn), tf.compat.v1.get_default_graph(), inline=inline)
         try:
             return _trace_once(tracing, fn, args, kwargs, device)
         except Exception:
@@ -176,9 +174,7 @@ def to_graph(trace: Trace, owner_of: Callable[[tf.Tensor], Any]) -> Graph:
     # A variable of somebody else that replicas write: each sees the writes of those before it, so all of it varies.
     foreign: set[Hashable] = set()
     while True:
-        result.nodes = [
-            _describe(op, trace, result.ids, outer_of, required, foreign) for op in result.operations
-        ]
+        result.nodes = [_describe(op, trace, result.ids, outer_of, required, foreign) for op in result.operations]
         found = _foreign_writes(result, outer_of, owner_of, tracing)
         if found <= foreign:
             return result

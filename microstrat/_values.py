@@ -55,9 +55,7 @@ def cut_rows(batch: Any, start: Any, stop: Any, *, size: int | None = None) -> A
         begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(tail)], axis=0)
         lengths = tf.concat([[tf.cast(stop - start, tf.int64)], tail], axis=0)
         cut = tf.sparse.slice(batch, begin, lengths)
-        return tf.SparseTensor(
-            cut.indices, cut.values, tf.ensure_shape(lengths, [batch.shape.rank])
-        )
+        return tf.SparseTensor(cut.indices, cut.values, tf.ensure_shape(lengths, [batch.shape.rank]))
     if isinstance(batch, tf.RaggedTensor):
         return batch[start:stop]
     rank = batch.shape.rank
@@ -282,7 +280,9 @@ class Stacked(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("stacked", self.num_replicas, self.state_version, tf.TensorSpec(self.stack.shape, self.stack.dtype))
+        return PerReplicaSpec(
+            "stacked", self.num_replicas, self.state_version, tf.TensorSpec(self.stack.shape, self.stack.dtype)
+        )
 
     def select(self, replica_id: Any) -> Any:
         return tf.gather(self.stack, replica_id)
@@ -560,9 +560,7 @@ def regroup(values: Sequence[Any], *, always_wrap: bool = False) -> Any:
         lengths = {len(value) for value in values}
         if len(lengths) > 1:
             raise _errors.different_structures(lengths)
-        items = [
-            regroup([value[index] for value in values], always_wrap=always_wrap) for index in range(len(first))
-        ]
+        items = [regroup([value[index] for value in values], always_wrap=always_wrap) for index in range(len(first))]
         return first._make(items) if hasattr(first, "_make") else type(first)(items)
     if all(value is first for value in values) and not always_wrap:
         return first

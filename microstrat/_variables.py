@@ -430,9 +430,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     def value(self) -> tf.Tensor:
         if _tf.in_sync_on_read_context():
-            raise NotImplementedError(
-                "call `variable.value()` inside variable_sync_on_read_context is not supported"
-            )
+            raise NotImplementedError("call `variable.value()` inside variable_sync_on_read_context is not supported")
         return tf.convert_to_tensor(self._get())
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: Any = None, as_ref: bool = False) -> tf.Tensor:

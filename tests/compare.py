@@ -11,7 +11,7 @@ import numpy as np
 def differences(expected: Any, actual: Any, tolerance: float) -> list[str]:
     """What differs, one line each; empty if the results agree.
 
-    Structures, keys, dtypes, shapes, integers, booleans and strings must be equal; so must be the places of NaN and inf.
+    Structures, keys, dtypes, shapes, integers, booleans and strings must be equal, and NaN and inf in the same places.
     Floating-point arrays may differ by `tolerance` times the largest absolute value of the expected array.
     """
     return list(_differences("", expected, actual, tolerance))

@@ -1,8 +1,8 @@
 """Runs parity programs in a process of its own: `python -m tests.worker DIRECTORY RUNNING KIND:N:PROGRAM ...`.
 
-MirroredStrategy needs one logical CPU per replica, declared before TensorFlow starts, so each N is a process. Every job's
-result goes to its own file in DIRECTORY as soon as it is there, and the file RUNNING names the job at work, so that a job
-that hangs costs no other.
+MirroredStrategy needs one logical CPU per replica, declared before TensorFlow starts, so each N is a process. Every
+job's result goes to its own file in DIRECTORY as soon as it is there, and the file RUNNING names the job at work, so that
+a job that hangs costs no other.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def run(kind: str, number: int, name: str) -> dict[str, Any]:
     import keras
     import tensorflow as tf
 
-    import microstrat
-    from tests import programs
-
     keras.backend.clear_session()
     keras.utils.set_random_seed(7)
     tf.config.run_functions_eagerly(kind == "eager")
     start, start_cpu = time.perf_counter(), time.process_time()
     try:
+        import microstrat
+        from tests import programs
+
         strategy = mirrored(number) if kind == "mirrored" else microstrat.MicroBatchStrategy(number)
         outcome = {"results": programs.PROGRAMS[name].run(strategy)}
     except Exception:

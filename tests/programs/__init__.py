@@ -1,6 +1,11 @@
 """Programs that must give the same results under MirroredStrategy and MicroBatchStrategy."""
 
-from tests.programs import checkpoints, collectives, functions, inputs, loops, training, variables
+import importlib
+
 from tests.programs._registry import PROGRAMS, TOLERANCE, Program, program
 
 __all__ = ["PROGRAMS", "TOLERANCE", "Program", "program"]
+
+for _module in ("loops", "functions", "training", "variables", "collectives", "inputs", "checkpoints"):
+    # Importing a module registers its programs.
+    importlib.import_module(f"tests.programs.{_module}")

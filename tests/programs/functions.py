@@ -248,7 +248,10 @@ def stateful_random_draws(strategy: tf.distribute.Strategy) -> Any:
     return [len(values) for values in drawn]
 
 
-@program()
+@program(
+    tolerance=2e-6,
+    why="the eager engine: graphs fuse kernels, which rounds differently, as MirroredStrategy run eagerly does",
+)
 def two_models_two_optimizers(strategy: tf.distribute.Strategy) -> Any:
     """As in adversarial training: two losses, two tapes, two optimizers in one step."""
     with strategy.scope():
@@ -281,7 +284,7 @@ def two_models_two_optimizers(strategy: tf.distribute.Strategy) -> Any:
 
 @program()
 def gradients_summed_by_hand(strategy: tf.distribute.Strategy) -> Any:
-    """all_reduce of the gradients and of their global norm, clipping, then `skip_gradients_aggregation`-like updates."""
+    """all_reduce of the gradients, clipping by their global norm, and an update of one's own."""
     with strategy.scope():
         weights = [tf.Variable(rows(6, 4)), tf.Variable(tf.zeros([4]))]
         slots = [tf.Variable(tf.zeros(weight.shape), trainable=False) for weight in weights]
@@ -349,7 +352,7 @@ def accumulated_steps(strategy: tf.distribute.Strategy) -> Any:
     return {"sums": seen, "weights": by_path(model.variables), "own": per_replica(strategy, sums)}
 
 
-# --- Layers and optimizers ----------------------------------------------------------------------------------------------
+# --- Layers and optimizers --------------------------------------------------------------------------------------------
 @program(replicas=(2, 3))
 def loop_synchronized_batch_norm(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:

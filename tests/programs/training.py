@@ -344,7 +344,7 @@ def fit_frozen_then_unfrozen(strategy: tf.distribute.Strategy) -> Any:
     return [first, _fit(strategy, model, epochs=2)]
 
 
-# --- Callbacks -----------------------------------------------------------------------------------------------------------
+# --- Callbacks --------------------------------------------------------------------------------------------------------
 @program(replicas=(2,), core=True)
 def fit_model_checkpoint(strategy: tf.distribute.Strategy) -> Any:
     with tempfile.TemporaryDirectory() as directory:

@@ -284,3 +284,22 @@ def variables_made_in_the_replica_function(strategy: tf.distribute.Strategy) -> 
             made.append(tf.Variable([1.0, 2.0], aggregation=tf.VariableAggregation.MEAN))
     step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
     return [local(strategy, step(tf.constant([1.0, 3.0]))) for _ in range(3)]
+
+
+@program(core=True)
+def variables_trainable_written_alike(strategy: tf.distribute.Strategy) -> Any:
+    """Weights (trainable, aggregation NONE) to which every replica writes the same, as decay by hand does."""
+    with strategy.scope():
+        plain = tf.Variable([1.0, 2.0])
+        layer = keras.layers.Dense(2, use_bias=False)
+        layer.build((None, 2))
+
+    def replica_step() -> Any:
+        plain.assign(plain * 0.9)
+        plain.assign_add([1.0, 2.0])
+        layer.kernel.assign(layer.kernel * 0.5)
+        return plain + 0.0, tf.convert_to_tensor(layer.kernel) * 1.0
+
+    step = tf.function(lambda: strategy.run(replica_step))
+    out = [[local(strategy, part) for part in step()] for _ in range(3)]
+    return {"out": out, "plain": plain.numpy(), "kernel": np.asarray(layer.kernel)}

@@ -1,0 +1,235 @@
+"""Bad input is refused at once, with a message that names the user's thing, the rule and the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+import microstrat
+
+NUMBER = 2
+
+
+def strategy() -> microstrat.MicroBatchStrategy:
+    return microstrat.MicroBatchStrategy(NUMBER)
+
+
+def replica_id() -> tf.Tensor:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def all_reduce(value: Any) -> Any:
+    return tf.distribute.get_replica_context().all_reduce("sum", value)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("number", [0, -1, 2.0, "2", True, None])
+def test_number_of_micro_batches(number: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_micro_batches must be a positive int, not " + re.escape(repr(number))):
+        microstrat.MicroBatchStrategy(number)
+
+
+def test_semantics_and_base_leave_their_place() -> None:
+    with pytest.raises(ValueError, match="semantics must be 'replicas' or 'whole_batch', not 'both'"):
+        microstrat.MicroBatchStrategy(2, semantics="both")
+    with pytest.raises(NotImplementedError, match="semantics='whole_batch'"):
+        microstrat.MicroBatchStrategy(2, semantics="whole_batch")
+    with pytest.raises(NotImplementedError, match="base "):
+        microstrat.MicroBatchStrategy(2, base=tf.distribute.get_strategy())
+
+
+def test_dataset_that_is_not_batched() -> None:
+    dataset = tf.data.Dataset.from_tensors({"image": tf.zeros([4, 2]), "label": tf.zeros([])})
+    with pytest.raises(ValueError, match=r"component label is .* no batch dimension .* Call dataset.batch"):
+        strategy().experimental_distribute_dataset(dataset)
+
+
+def test_batch_with_different_numbers_of_rows() -> None:
+    dataset = tf.data.Dataset.from_tensors((tf.zeros([4, 2]), tf.zeros([3])))
+    with pytest.raises(ValueError, match=r"different numbers of rows in one batch \(\{'0': 4, '1': 3\}\)"):
+        next(iter(strategy().experimental_distribute_dataset(dataset)))
+
+
+def test_run_under_another_strategy() -> None:
+    ours = strategy()
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        with pytest.raises(RuntimeError, match=r"strategy\.run was called under the scope of another strategy"):
+            ours.run(lambda: tf.constant(1))
+
+
+def test_run_inside_a_replica_function() -> None:
+    ours = strategy()
+    with pytest.raises(RuntimeError, match=r"strategy\.run was called inside a replica function"):
+        ours.run(lambda: ours.run(lambda: tf.constant(1)))
+
+
+def test_next_inside_a_replica_function() -> None:
+    ours = strategy()
+    iterator = iter(ours.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(4)))
+    with pytest.raises(ValueError, match=r"strategy\.run\(replica_fn, args=\(next\(iterator\),\)\)"):
+        ours.run(lambda: next(iterator))
+
+
+@pytest.mark.parametrize("owner", ["none", "other"])
+def test_variable_made_elsewhere(owner: str) -> None:
+    ours = strategy()
+    with strategy().scope() if owner == "other" else ours.scope():
+        elsewhere = tf.Variable(1.0, name="elsewhere")
+    if owner == "none":
+        elsewhere = tf.Variable(1.0, name="elsewhere")
+    with ours.scope(), pytest.raises(RuntimeError, match=r"'elsewhere:0', which was made .*strategy\.scope\(\)"):
+        ours.extended.update(elsewhere, lambda variable: variable.assign_add(1.0))
+
+
+def test_model_made_outside_the_scope() -> None:
+    ours = strategy()
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    with ours.scope():
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.ones([2, 3])))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    with pytest.raises(RuntimeError, match=r"made outside any strategy's scope. Make the model and its optimizer inside"):
+        tf.function(lambda: ours.run(step))()
+
+
+def in_function(build: Callable[[microstrat.MicroBatchStrategy], Callable[[], Any]]) -> None:
+    ours = strategy()
+    function = build(ours)
+    tf.function(lambda: ours.run(function))()
+
+
+@pytest.mark.core
+def test_different_values_for_a_trainable_variable() -> None:
+    def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
+        with ours.scope():
+            weight = tf.Variable(1.0, name="weight")
+
+        def diverge() -> None:
+            weight.assign(tf.cast(replica_id(), tf.float32))
+
+        return diverge
+
+    message = r"In replica function 'diverge'.*different values to variable 'weight:0' .*test_errors\.py:\d+.*all_reduce"
+    with pytest.raises(RuntimeError, match=message):
+        in_function(build)
+
+
+def test_unreduced_gradients_in_an_update() -> None:
+    def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
+        with ours.scope():
+            weight = tf.Variable(1.0, name="weight")
+
+        def merge(distribution: Any, gradient: Any) -> None:
+            distribution.extended.update(weight, lambda variable, g: variable.assign_sub(g), args=(gradient,))
+
+        def apply_unreduced() -> None:
+            gradient = tf.cast(replica_id(), tf.float32)
+            tf.distribute.get_replica_context().merge_call(merge, args=(gradient,))
+
+        return apply_unreduced
+
+    with pytest.raises(RuntimeError, match=r"'apply_unreduced', the replicas would write different values to variable 'weight:0'"):
+        in_function(build)
+
+
+@pytest.mark.core
+def test_collective_under_a_varying_condition() -> None:
+    def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
+        def sometimes() -> tf.Tensor:
+            one = tf.ones([])
+            return tf.cond(replica_id() > 0, lambda: all_reduce(one * 2.0), lambda: one)
+
+        return sometimes
+
+    with pytest.raises(RuntimeError, match=r"'sometimes', a collective .* under a condition that may differ .*all_reduce it"):
+        in_function(build)
+
+
+def test_collective_over_a_loop_variable() -> None:
+    def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
+        def loop() -> tf.Tensor:
+            return tf.while_loop(lambda x: x < 10.0, lambda x: (all_reduce(x),), [tf.ones([])])
+
+        return loop
+
+    with pytest.raises(RuntimeError, match=r"'loop' has an all-reduce inside a tf\.cond or tf\.while_loop.*cannot be taken out"):
+        in_function(build)
+
+
+def test_integer_variable_with_mean() -> None:
+    def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
+        with ours.scope():
+            return lambda: tf.Variable(1, aggregation=tf.VariableAggregation.MEAN)
+
+    with pytest.raises(ValueError, match="aggregation=MEAN and a non-floating dtype"):
+        in_function(build)
+
+
+def test_on_read_variable_without_aggregation_has_no_cross_replica_value() -> None:
+    ours = strategy()
+    with ours.scope():
+        variable = tf.Variable(1.0, synchronization=tf.VariableSynchronization.ON_READ, name="own")
+        with pytest.raises(ValueError, match=r"'own:0' has synchronization=ON_READ and aggregation=NONE"):
+            variable.read_value()
+
+
+def test_sum_of_a_mirrored_variable() -> None:
+    ours = strategy()
+    with ours.scope():
+        variable = tf.Variable(1.0, name="weight")
+        with pytest.raises(ValueError, match=r"reduce\('SUM', \.\.\.\) of variable 'weight:0'"):
+            ours.reduce("SUM", variable, axis=None)
+
+
+def test_elementwise_sum_of_uneven_shares() -> None:
+    ours = strategy()
+    batch = next(iter(ours.experimental_distribute_dataset(tf.data.Dataset.range(5).batch(5))))
+    with pytest.raises(ValueError, match=r"batch of 5 rows over 2 replicas.*axis=0"):
+        ours.reduce("SUM", batch, axis=None)
+
+
+class TestEager:
+    """The eager engine sees what a replica does when it does it."""
+
+    def test_replicas_that_do_not_meet(self) -> None:
+        def skip() -> Any:
+            return all_reduce(1.0) if replica_id() == 0 else 0.0
+
+        with pytest.raises(RuntimeError, match=r"Replicas \[1\] returned while replicas \[0\] wait at a collective"):
+            strategy().run(skip)
+
+    def test_replicas_that_meet_at_different_collectives(self) -> None:
+        def differ() -> Any:
+            if replica_id() == 0:
+                return all_reduce(1.0)
+            return tf.distribute.get_replica_context().merge_call(lambda distribution: None)
+
+        with pytest.raises(RuntimeError, match="Replicas met at different collectives: all_reduce, merge_call"):
+            strategy().run(differ)
+
+    def test_collective_in_a_nested_function(self) -> None:
+        @tf.function
+        def nested() -> Any:
+            return all_reduce(tf.ones([]))
+
+        with pytest.raises(RuntimeError, match=r"calls all_reduce inside the nested tf\.function .* in eager mode"):
+            strategy().run(lambda: nested())
+
+    def test_an_error_of_the_user_comes_through(self) -> None:
+        def fail() -> None:
+            if replica_id() == 1:
+                raise KeyError("mine")
+            all_reduce(1.0)
+
+        with pytest.raises(KeyError, match="mine"):
+            strategy().run(fail)
