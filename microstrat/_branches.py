@@ -76,7 +76,7 @@ class _Lifter:
 
     def _compute(self, tensor: tf.Tensor) -> None:
         op = tensor.op
-        sources = [self._find(source) for source in self._sources(tensor)]
+        sources: Any = [self._find(source) for source in self._sources(tensor)]
         if op.type == "Placeholder":
             outputs = sources
         else:

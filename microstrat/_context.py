@@ -93,7 +93,7 @@ class Tracing:
             dims[collective.axis] = None
             shape = tf.TensorShape(dims)
         elif collective.kind == "concat":
-            shape = tf.TensorShape(None)
+            shape = _tf.unknown_shape()
         with self.graph.as_default(), tf.control_dependencies(None):
             # Unlike an Identity, this op may have a wider static shape than its input.
             marker = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name="collective")

@@ -95,8 +95,7 @@ class _Registers:
             variable.primary.assign(values[0])
             if variable.rows is None and all(bool(tf.reduce_all(value == values[0])) for value in values):
                 continue
-            variable.ensure_rows()
-            variable.rows.assign(tf.stack(values))
+            variable.assign_rows(tf.stack(values))
 
 
 class _Request:

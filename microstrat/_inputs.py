@@ -108,10 +108,10 @@ class _DistributedInputSpec(tf.TypeSpec):
 
     # The base class builds relaxed copies from _serialize(), which can't hold the strategy itself: it must be hashable.
     def _with_tensor_ranks_only(self) -> Any:
-        return type(self)(self._strategy, self._source._with_tensor_ranks_only())
+        return type(self)(self._strategy, self._source._with_tensor_ranks_only())  # noqa: SLF001 - TypeSpec's protocol
 
     def _without_tensor_names(self) -> Any:
-        return type(self)(self._strategy, self._source._without_tensor_names())
+        return type(self)(self._strategy, self._source._without_tensor_names())  # noqa: SLF001 - TypeSpec's protocol
 
     @property
     def _component_specs(self) -> Any:
@@ -123,23 +123,21 @@ class _DistributedInputSpec(tf.TypeSpec):
     def _from_components(self, components: Any) -> Any:
         return self.value_type(self._strategy, components)
 
+    @property
+    def source(self) -> Any:
+        """The type of the tf.data iterator or dataset inside."""
+        return self._source
+
+    def _same_but_source(self, other: Any) -> bool:
+        return type(self) is type(other) and self._serialize()[:-1] == other._serialize()[:-1]  # noqa: SLF001 - own class
+
     def is_subtype_of(self, other: Any) -> bool:
-        return (
-            type(self) is type(other)
-            and self._strategy is other._strategy
-            and self._state_version == other._state_version
-            and self._source.is_subtype_of(other._source)
-        )
+        return self._same_but_source(other) and self._source.is_subtype_of(other.source)
 
     def most_specific_common_supertype(self, others: Any) -> Any:
-        if any(
-            type(other) is not type(self)
-            or other._strategy is not self._strategy
-            or other._state_version != self._state_version
-            for other in others
-        ):
+        if not all(self._same_but_source(other) for other in others):
             return None
-        common = self._source.most_specific_common_supertype([other._source for other in others])
+        common = self._source.most_specific_common_supertype([other.source for other in others])
         return None if common is None else type(self)(self._strategy, common)
 
 
@@ -250,7 +248,7 @@ def distribute_from_function(
     static = simple and all(spec.shape.is_fully_defined() for spec in specs)
     groups = dataset.batch(num_replicas) if static or not simple else dataset.ragged_batch(num_replicas)
     return VirtualDistributedDataset(
-        strategy, groups.map(lambda *group: _as_replicas(num_replicas, group if len(group) > 1 else group[0]))
+        strategy, groups.map(lambda *group: _as_replicas(num_replicas, _tf.as_element(group)))
     )
 
 
@@ -269,8 +267,8 @@ def _as_replicas(num_replicas: int, group: Any) -> Any:
 
 
 def _pad(lengths: tf.Tensor, num_replicas: int) -> tf.Tensor:
-    lengths = tf.pad(lengths, [[0, num_replicas - tf.shape(lengths)[0]]])
-    return tf.ensure_shape(lengths, [num_replicas])
+    missing = tf.zeros([num_replicas - tf.shape(lengths)[0]], tf.int64)
+    return tf.ensure_shape(tf.concat([lengths, missing], 0), [num_replicas])
 
 
 def _pick(group: Any, replica: int) -> Any:

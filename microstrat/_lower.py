@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import tensorflow as tf
 
@@ -23,6 +23,7 @@ from microstrat import _plan, _tf, _trace, _values
 _counter = itertools.count()
 _last = threading.local()
 
+_UNKNOWN_SHAPE = _tf.unknown_shape()
 Key = tuple[int, int]  # (node id, output index): one tensor of the trace
 
 
@@ -180,7 +181,7 @@ class _Emitter:
                     self._emit_uniform(index, wanted[index])
             return self._result(leaves)
 
-    def _is_inner(self, value: Any) -> bool:
+    def _is_inner(self, value: Any) -> TypeGuard[tf.Tensor]:
         return isinstance(value, tf.Tensor) and getattr(value, "graph", None) is self.inner
 
     def _varies(self, tensor: tf.Tensor) -> bool:
@@ -360,7 +361,7 @@ class _Emitter:
             self.env[key] = result
 
         self.results.append(finish)
-        return _LoopVariable(accumulator, start, after, shape if shape.is_fully_defined() else tf.TensorShape(None))
+        return _LoopVariable(accumulator, start, after, shape if shape.is_fully_defined() else _UNKNOWN_SHAPE)
 
     def _concat_variable(self, source: tf.Tensor, axis: int, shape: tf.TensorShape, key: Key) -> _LoopVariable:
         rank = source.shape.rank
@@ -402,7 +403,7 @@ class _Emitter:
         """The elements of a tensor list, concatenated along their first axis."""
         if shape.is_fully_defined():
             stacked = self._stack(handle, dtype, shape)
-            return tf.reshape(stacked, [self.num_replicas * shape[0], *shape[1:]])
+            return tf.reshape(stacked, [-1, *shape[1:]])
         return tf.raw_ops.TensorListConcatV2(
             input_handle=handle,
             element_shape=_shape_tensor(tf.TensorShape([None, *shape[1:]]) if shape.rank else shape),

@@ -7,6 +7,9 @@ private name goes here, with the same three facts, and nowhere else (ruff's bann
 Checked on TensorFlow 2.16 and 2.21 unless a line says otherwise.
 """
 
+# TensorFlow ships no types for these, and typeshed's stubs know only the public modules.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import contextlib
@@ -365,6 +368,10 @@ def weak_identity_set() -> Any:
     return _object_identity.ObjectIdentityWeakSet()  # distributed variables compare by value, so WeakSet fails
 
 
+def unknown_shape() -> tf.TensorShape:
+    return tf.TensorShape(None)  # pyright: ignore[reportArgumentType] - typeshed's stubs lack the unknown rank
+
+
 def as_graph_element(value: Any) -> Any:
     return _ops._as_graph_element(value)
 
@@ -399,6 +406,12 @@ def with_variable_creators(creators: Sequence[Any]) -> Iterator[None]:
 # --- Inputs -----------------------------------------------------------------------------------------------------------
 def flatten_with_paths(structure: Any) -> list[tuple[tuple[Any, ...], Any]]:
     return _nest.flatten_with_tuple_paths(structure)  # tf.nest has no paths
+
+
+def as_element(arguments: tuple[Any, ...]) -> Any:
+    """What a function mapped over a dataset got: tf.data spreads tuples over the arguments."""
+    (*first, last) = arguments
+    return arguments if first else last
 
 
 def optional_with_spec(optional: Any, element_spec: Any) -> Any:

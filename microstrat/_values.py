@@ -138,7 +138,7 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
     @property
     def _value_specs(self) -> tuple[Any, ...]:
         """One spec a replica, as stock PerReplicaSpec has."""
-        return _KINDS[self._kind]._replica_specs(self._num_replicas, self._parts)
+        return _KINDS[self._kind].replica_specs(self._num_replicas, self._parts)
 
     @_value_specs.setter
     def _value_specs(self, value: Any) -> None:
@@ -152,10 +152,10 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
         return self._parts
 
     def _to_components(self, value: PerReplica) -> tuple[Any, ...]:
-        return value._parts()
+        return value.parts()
 
     def _from_components(self, components: Sequence[Any]) -> PerReplica:
-        value = _KINDS[self._kind]._from_parts(self._num_replicas, tuple(components))
+        value = _KINDS[self._kind].from_parts(self._num_replicas, tuple(components))
         value.state_version = self._state_version
         return value
 
@@ -173,15 +173,15 @@ class BatchRows(PerReplica):
         super().__init__(num_replicas)
         self.batch = batch
 
-    def _parts(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[Any, ...]:
         return (self.batch,)
 
     @classmethod
-    def _from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> BatchRows:
+    def from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> BatchRows:
         return cls(num_replicas, *parts)
 
     @staticmethod
-    def _replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         (spec,) = parts
         rows = spec.shape[0] if isinstance(spec, tf.TensorSpec) and spec.shape.rank else None
         if rows is None:
@@ -266,15 +266,15 @@ class Stacked(PerReplica):
         super().__init__(num_replicas)
         self.stack = stack
 
-    def _parts(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[Any, ...]:
         return (self.stack,)
 
     @classmethod
-    def _from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> Stacked:
+    def from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> Stacked:
         return cls(num_replicas, *parts)
 
     @staticmethod
-    def _replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         (spec,) = parts
         return (tf.TensorSpec(spec.shape[1:], spec.dtype),) * num_replicas
 
@@ -308,15 +308,15 @@ class Concatenated(PerReplica):
         self.flat = flat
         self.lengths = lengths
 
-    def _parts(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[Any, ...]:
         return (self.flat, self.lengths)
 
     @classmethod
-    def _from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> Concatenated:
+    def from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> Concatenated:
         return cls(num_replicas, *parts)
 
     @staticmethod
-    def _replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         return (_relax_rows(parts[0]),) * num_replicas
 
     @property
@@ -344,15 +344,15 @@ class Uniform(PerReplica):
         super().__init__(num_replicas)
         self.value = value
 
-    def _parts(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[Any, ...]:
         return (self.value,)
 
     @classmethod
-    def _from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> Uniform:
+    def from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> Uniform:
         return cls(num_replicas, *parts)
 
     @staticmethod
-    def _replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         return parts * num_replicas
 
     @property
@@ -383,16 +383,16 @@ class Separate(PerReplica):
         super().__init__(len(values))
         self._separate = tuple(values)
 
-    def _parts(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[Any, ...]:
         return self._separate
 
     @classmethod
-    def _from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> Separate:
+    def from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> Separate:
         del num_replicas
         return cls(parts)
 
     @staticmethod
-    def _replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         del num_replicas
         return parts
 
@@ -482,11 +482,11 @@ _KINDS: dict[str, Any] = {
 class LocalResults(tuple):
     """The N values as a tuple that TensorFlow turns into one tensor without going through the N parts."""
 
-    _source: PerReplica | None
+    source: PerReplica | None
 
     def __new__(cls, values: Sequence[Any], source: PerReplica | None = None) -> LocalResults:
         self = super().__new__(cls, values)
-        self._source = source
+        self.source = source
         return self
 
     def __reduce__(self) -> Any:
@@ -495,7 +495,7 @@ class LocalResults(tuple):
 
 def _local_results_to_tensor(value: LocalResults, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
     del as_ref
-    stacked = tf.stack(list(value)) if value._source is None else value._source.stacked()
+    stacked = tf.stack(list(value)) if value.source is None else value.source.stacked()
     return tf.convert_to_tensor(stacked, dtype=dtype, name=name)
 
 
@@ -561,7 +561,7 @@ def regroup(values: Sequence[Any], *, always_wrap: bool = False) -> Any:
         if len(lengths) > 1:
             raise _errors.different_structures(lengths)
         items = [regroup([value[index] for value in values], always_wrap=always_wrap) for index in range(len(first))]
-        return first._make(items) if hasattr(first, "_make") else type(first)(items)
+        return getattr(first, "_make", type(first))(items)
     if all(value is first for value in values) and not always_wrap:
         return first
     return Separate(values)

@@ -36,7 +36,7 @@ def tile_initial_value(initial_value: Any, dtype: Any, num_replicas: int) -> Cal
     """An initial value for rows: every replica starts from the same value."""
 
     def initial() -> tf.Tensor:
-        value = initial_value() if callable(initial_value) else initial_value
+        value: Any = initial_value() if callable(initial_value) else initial_value
         value = tf.convert_to_tensor(value, dtype=dtype)
         return tf.repeat(value[tf.newaxis], num_replicas, axis=0)
 
@@ -201,7 +201,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     has_primary = True
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
-        super().__init__(strategy, values, aggregation, var_policy)
+        super().__init__(strategy, values, aggregation, var_policy)  # pyright: ignore[reportCallIssue]
         self.rows = None
 
     @property
@@ -264,6 +264,11 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         if self.may_become_local:
             return self._read_before_local()
         return self._primary
+
+    def assign_rows(self, values: tf.Tensor) -> None:
+        """Sets every replica's value; `values` is [N, ...]."""
+        self.ensure_rows()
+        self.rows.assign(values)
 
     def follow_replica_0(self) -> None:
         """Makes the primary replica 0's value."""
@@ -377,7 +382,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
         self.rows = values[0]
-        super().__init__(strategy, values, aggregation, var_policy)
+        super().__init__(strategy, values, aggregation, var_policy)  # pyright: ignore[reportCallIssue]
 
     @property
     def shape(self) -> tf.TensorShape:

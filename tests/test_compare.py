@@ -32,7 +32,7 @@ def test_equal_results_agree() -> None:
 WRONG = {
     "a wrong value": (lambda r: r["losses"].__setitem__(0, 0.5001), "['losses']: off by 5.00e-05 relative"),
     "a wrong integer": (lambda r: r["state"]["count"].__setitem__(0, 5), "['state']['count']: [5,4] instead of [3,4]"),
-    "a wrong string": (lambda r: r["state"]["names"].__setitem__(1, "c"), "['state']['names'][1]: c instead of b"),
+    "a wrong string": (lambda r: r["state"]["names"].__setitem__(1, "c"), "['state']['names'][1]: 'c' instead of 'b'"),
     "wrong bytes": (lambda r: r["text"].__setitem__(1, b"zz"), "['text']"),
     "a wrong boolean": (lambda r: r["state"].__setitem__("flag", np.array(False)), "['state']['flag']"),
     "a missing key": (lambda r: r["state"].pop("count"), "['state']: no 'count'"),
@@ -40,7 +40,10 @@ WRONG = {
     "a wrong dtype": (lambda r: r.__setitem__("losses", r["losses"].astype(np.float64)), "dtype float64 instead of"),
     "a wrong shape": (lambda r: r.__setitem__("losses", r["losses"][None]), "shape (1, 3) instead of (3,)"),
     "a broadcastable shape": (lambda r: r.__setitem__("zeros", np.zeros(1)), "shape (1,) instead of (3,)"),
-    "a wrong empty shape": (lambda r: r["parts"].__setitem__(1, (np.zeros((0, 2), np.float32), 3.0)), "shape (0, 2)"),
+    "a wrong empty shape": (
+        lambda r: r["parts"].__setitem__(1, (np.zeros((0, 2), np.float32), np.float32(3.0))),
+        "shape (0, 2)",
+    ),
     "a missing entry": (lambda r: r["parts"].pop(), "['parts']: 1 entries instead of 2"),
     "a list for an array": (lambda r: r.__setitem__("zeros", [0.0] * 3), "list instead of ndarray"),
     "a dict for a list": (lambda r: r.__setitem__("parts", {0: 1}), "dict instead of list"),
@@ -61,9 +64,9 @@ def test_wrong_results_differ(name: str) -> None:
 
 def test_tolerance_is_relative_to_the_largest_expected_value() -> None:
     expected = np.array([100.0, 1e-3])
-    assert compare.differences(expected, expected + [0.0, 9e-5], 1e-6) == []
-    assert len(compare.differences(expected, expected + [0.0, 1.1e-4], 1e-6)) == 1
-    assert len(compare.differences(expected * 0.01, expected * 0.01 + [0.0, 9e-5], 1e-6)) == 1
+    assert compare.differences(expected, np.array([100.0, 1.09e-3]), 1e-6) == []
+    assert len(compare.differences(expected, np.array([100.0, 1.11e-3]), 1e-6)) == 1
+    assert len(compare.differences(expected[1:], np.array([1.09e-3]), 1e-6)) == 1
 
 
 def test_integers_have_no_tolerance() -> None:

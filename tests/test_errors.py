@@ -98,7 +98,9 @@ def test_model_made_outside_the_scope() -> None:
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    with pytest.raises(RuntimeError, match=r"made outside any strategy's scope. Make the model and its optimizer inside"):
+    with pytest.raises(
+        RuntimeError, match=r"made outside any strategy's scope. Make the model and its optimizer inside"
+    ):
         tf.function(lambda: ours.run(step))()
 
 
@@ -119,7 +121,9 @@ def test_different_values_for_a_trainable_variable() -> None:
 
         return diverge
 
-    message = r"In replica function 'diverge'.*different values to variable 'weight:0' .*test_errors\.py:\d+.*all_reduce"
+    message = (
+        r"In replica function 'diverge'.*different values to variable 'weight:0' .*test_errors\.py:\d+.*all_reduce"
+    )
     with pytest.raises(RuntimeError, match=message):
         in_function(build)
 
@@ -138,7 +142,9 @@ def test_unreduced_gradients_in_an_update() -> None:
 
         return apply_unreduced
 
-    with pytest.raises(RuntimeError, match=r"'apply_unreduced', the replicas would write different values to variable 'weight:0'"):
+    with pytest.raises(
+        RuntimeError, match=r"'apply_unreduced', the replicas would write different values to variable 'weight:0'"
+    ):
         in_function(build)
 
 
@@ -151,7 +157,9 @@ def test_collective_under_a_varying_condition() -> None:
 
         return sometimes
 
-    with pytest.raises(RuntimeError, match=r"'sometimes', a collective .* under a condition that may differ .*all_reduce it"):
+    with pytest.raises(
+        RuntimeError, match=r"'sometimes', a collective .* under a condition that may differ .*all_reduce it"
+    ):
         in_function(build)
 
 
@@ -162,7 +170,9 @@ def test_collective_over_a_loop_variable() -> None:
 
         return loop
 
-    with pytest.raises(RuntimeError, match=r"'loop' has an all-reduce inside a tf\.cond or tf\.while_loop.*cannot be taken out"):
+    with pytest.raises(
+        RuntimeError, match=r"'loop' has an all-reduce inside a tf\.cond or tf\.while_loop.*cannot be taken out"
+    ):
         in_function(build)
 
 

@@ -1,8 +1,8 @@
 """Runs parity programs in a process of its own: `python -m tests.worker DIRECTORY RUNNING KIND:N:PROGRAM ...`.
 
 MirroredStrategy needs one logical CPU per replica, declared before TensorFlow starts, so each N is a process. Every
-job's result goes to its own file in DIRECTORY as soon as it is there, and the file RUNNING names the job at work, so that
-a job that hangs costs no other.
+job's result goes to its own file in DIRECTORY as soon as it is there, and the file RUNNING names the job at work, so
+that one that hangs costs no other.
 """
 
 from __future__ import annotations
