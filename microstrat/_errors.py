@@ -51,12 +51,12 @@ def variable_of_other_strategy(name: str, owner: Any, mine: Any, what: str) -> R
     )
 
 
-def varying_write(variable: str, function: str, operation: str, where: str) -> RuntimeError:
+def varying_write(variable: str, function: str | None, operation: str, where: str) -> RuntimeError:
+    place = f"In replica function {function!r}, the" if function else "The"
     return RuntimeError(
-        f"In replica function {function!r}, the replicas would write different values to variable {variable!r} "
-        f"({operation}{where}), which has one value for all of them. Reduce the value first "
-        "(tf.distribute.get_replica_context().all_reduce), or give the variable an aggregation "
-        "(tf.Variable(..., aggregation=tf.VariableAggregation.MEAN)), or synchronization=ON_READ to keep one value per "
+        f"{place} replicas would write different values to variable {variable!r} ({operation}{where}), which has one value "
+        "for all of them. Reduce the value first (tf.distribute.get_replica_context().all_reduce), or give the variable an "
+        "aggregation (tf.Variable(..., aggregation=tf.VariableAggregation.MEAN)), or synchronization=ON_READ to keep one value per "
         "replica."
     )
 

@@ -11,7 +11,59 @@ from microstrat import _errors, _extended
 
 
 class MicroBatchStrategy(tf.distribute.Strategy):
-    """A tf.distribute.Strategy whose N replicas are virtual: they run one after another on one device."""
+    """A tf.distribute.Strategy whose N replicas are virtual: they run one after another on one device.
+
+    A global batch of B rows runs as N micro-batches of B/N rows. The replicas meet at every all-reduce, and the optimizer
+    steps once. What a program computes is what it computes under `tf.distribute.MirroredStrategy` on N devices; what it
+    needs is the memory of one replica. Inside a tf.function, `run` means this loop:
+
+        gradients = 0
+        for r in range(N):                       # one tf.while_loop, traced once for all r
+            replica_id_in_sync_group = r
+            loss[r], g = forward_and_backward(rows[r])
+            gradients += g                       # the all-reduce
+        optimizer.update(gradients)              # once
+
+    Example, a custom training loop:
+
+        strategy = microstrat.MicroBatchStrategy(4)
+        with strategy.scope():
+            model, optimizer = build_model(), keras.optimizers.Adam()
+        dataset = strategy.experimental_distribute_dataset(dataset.batch(64))
+
+        @tf.function
+        def train_step(x, y):
+            def step(x, y):                      # sees 16 rows
+                with tf.GradientTape() as tape:
+                    loss = tf.nn.compute_average_loss(loss_fn(y, model(x)), global_batch_size=64)
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+                return loss
+            return strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
+
+        for x, y in dataset:
+            loss = train_step(x, y)
+
+    Keras needs nothing but the scope: `compile` and `fit` split each batch and scale the loss themselves.
+
+    Semantics come from tf.distribute: N replicas exist (`num_replicas_in_sync`), the optimizer's all-reduce is a SUM, and
+    the code scales its loss by the global batch size. Each variable behaves as MirroredStrategy's of the same
+    synchronization and aggregation does; see the table in the README. Replica r of a batch of B rows gets rows r·c …
+    (r+1)·c, c = ceil(B / N), so the last replicas of a short batch get fewer rows, or none.
+
+    Outside any tf.function, `run` takes the replicas one by one in eager mode: `.numpy()`, prints and a debugger work in
+    the replica function. That is for debugging; it keeps what every replica holds until they meet.
+
+    Args:
+      num_micro_batches: N, the number of virtual replicas; a positive int.
+      semantics: "replicas". ("whole_batch", for code written for one device, is not implemented yet.)
+      base: a strategy whose real replicas each run N virtual ones; not implemented yet, must be None.
+      device: the one device, e.g. "GPU:1". Default: the first GPU if there is one, else the CPU.
+
+    Raises:
+      ValueError: if `num_micro_batches` is not a positive int, or `semantics` is unknown.
+      NotImplementedError: for `semantics="whole_batch"` and for `base`.
+    """
 
     def __init__(
         self,
@@ -38,12 +90,39 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         kwargs: dict[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Runs `fn` once for each replica."""
+        """Runs `fn` once for each replica, each on its own part of the per-replica arguments.
+
+        Args:
+          fn: the replica function; plain Python, or a tf.function.
+          args: positional arguments; per-replica values (a batch of a distributed dataset) are cut, all else is given whole
+            to every replica. Any nested structure.
+          kwargs: keyword arguments, likewise.
+          options: ignored, as in MirroredStrategy.
+
+        Returns:
+          What `fn` returned, its tensors as per-replica values with N entries (with N = 1, plain tensors). Python values and
+          variables that are the same in all replicas come back as they are.
+
+        Raises:
+          RuntimeError: under another strategy's scope, inside a replica function, or if the replica function cannot be
+            kept to N replicas' meaning (replicas writing different values to one variable, a collective that not all of
+            them reach); the message says which and what to do.
+        """
         self._check_scope("strategy.run")
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-        """Reduces a per-replica value."""
+        """Reduces a per-replica value (or a structure of them) to one, as `tf.distribute.Strategy.reduce`.
+
+        Args:
+          reduce_op: `tf.distribute.ReduceOp.SUM` or MEAN, or "SUM", "MEAN".
+          value: what `run` returned, or a batch.
+          axis: None adds the replicas' values elementwise (for MEAN, divides by N). An int (or tuple) reduces that axis of
+            each value too: with axis=0 a MEAN weights every row alike, however unevenly they are spread.
+
+        Returns:
+          A tensor of the values' dtype (integers with MEAN: float64).
+        """
         self._check_scope("strategy.reduce")
         return super().reduce(reduce_op, value, axis)
 

@@ -8,10 +8,12 @@ Semantics: tf.distribute.MirroredStrategy's variables (tensorflow/python/distrib
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from microstrat import _context, _errors, _tf, _values
@@ -308,10 +310,15 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         if self._aggregation == tf.VariableAggregation.NONE:
-            if self.trainable or self.num_replicas == 1:
+            tracing = _context.current_tracing()
+            if self.num_replicas == 1 or (self.trainable and tracing is not None):
                 # One value; the planner refuses the program if replicas would write different ones.
                 return update_fn(self._primary, value, **kwargs)
-            tracing = _context.current_tracing()
+            if self.trainable:
+                # In eager mode replicas meet at the write, so that it happens once and to what all of them read.
+                return tf.distribute.get_replica_context().merge_call(
+                    functools.partial(self._write_if_equal, update_fn=update_fn), (), {"value": value, **kwargs}
+                )
             if self.rows is None and tracing is not None and not tracing.varies(value):
                 # The same in all replicas, so one value still does. (Under a condition that varies it would not: that is
                 # found out when the trace is planned.)
@@ -324,6 +331,17 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             return self._update_cross_replica(update_fn, reduced, **kwargs)
 
         return tf.distribute.get_replica_context().merge_call(merge, args=(value,), kwargs=kwargs)
+
+    def _write_if_equal(self, strategy: Any, *, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        """Writes what all replicas want to write; refuses if they differ."""
+        del strategy
+        if isinstance(value, _values.PerReplica):
+            first, *others = (tf.nest.flatten(part, expand_composites=True) for part in value.values)
+            for other in others:
+                if not all(np.array_equal(a, b, equal_nan=_may_be_nan(a)) for a, b in zip(first, other, strict=True)):
+                    raise _errors.varying_write(self.name, None, "assign", "")
+            value = value.select(0)
+        return update_fn(self._primary, value, **kwargs)
 
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         if self.rows is not None and _context.current_tracing() is None and not isinstance(value, _values.PerReplica):
@@ -493,6 +511,10 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         raise NotImplementedError("replaced by _serialize_to_tensors")
+
+
+def _may_be_nan(value: Any) -> bool:
+    return tf.as_dtype(value.dtype).is_floating
 
 
 def _reduce_op_of(aggregation: tf.VariableAggregation) -> tf.distribute.ReduceOp:

@@ -243,3 +243,10 @@ class TestEager:
 
         with pytest.raises(KeyError, match="mine"):
             strategy().run(fail)
+
+    def test_different_values_for_a_trainable_variable(self) -> None:
+        ours = strategy()
+        with ours.scope():
+            weight = tf.Variable(1.0, name="weight")
+        with pytest.raises(RuntimeError, match="replicas would write different values to variable 'weight:0'"):
+            ours.run(lambda: weight.assign(tf.cast(replica_id(), tf.float32)))
