@@ -16,6 +16,17 @@ _FOLLOWS_INPUTS = frozenset({"Assert", "VarIsInitializedOp", "VariableShape", "L
 _FUNCTION_ATTRS = ("f", "body", "cond", "then_branch", "else_branch", "branches")
 
 
+_VIEWS = frozenset({"ExpandDims", "Identity", "Reshape", "Squeeze"})
+_FEW = 1024  # elements; carrying a value through a loop costs six operations an iteration
+
+
+def is_cheap(op: tf.Operation) -> bool:
+    """Whether an operation without state is better computed again than carried: a view, or work on a few numbers."""
+    if op.type in CALLS:
+        return False
+    return op.type in _VIEWS or all((t.shape.num_elements() or _FEW + 1) <= _FEW for t in (*op.inputs, *op.outputs))
+
+
 class Kinds:
     """Classifies the operations of one graph."""
 

@@ -28,7 +28,8 @@ class Node:
       argument: a value from outside (a capture, the replica id); present in every stage, never placed.
       collective: reduces its only input over the replicas.
       pure: no state read or written; the same inputs give the same outputs.
-      cheap: pure, and better computed again than kept (the cut of a micro-batch out of the global batch).
+      cheap: pure, and better computed again than kept or carried through a loop: a micro-batch cut out of the global
+        batch, arithmetic on a few numbers, a view.
       effect: must run exactly once, or once a replica, in program order with other effects.
       hub: has no value and no effect; it only bundles ordering edges.
       required: its value is returned, or its effect must happen.
@@ -223,23 +224,16 @@ def _move_late(
     copyable: set[int],
     first: dict[int, int],
 ) -> dict[int, int]:
-    """Moves uniform values without effect to the last uniform stage that still serves all their readers."""
+    """Moves uniform nodes to the last uniform stage that still serves all that follows them."""
     stage = dict(first)
+    last = max(first.values(), default=0)
     limit: dict[int, int] = {}
     for index in reversed(order):
         node = nodes[index]
-        movable = not (
-            varying[index]
-            or node.argument
-            or node.collective
-            or node.effect
-            or node.hub
-            or node.required
-            or index in copyable
-        )
-        if movable and index in limit:
-            latest = limit[index] - limit[index] % 2
-            stage[index] = max(stage[index], latest)
+        fixed = varying[index] or node.argument or node.collective or node.hub or index in copyable
+        if not fixed and not (node.required and not node.effect):
+            latest = limit.get(index, last)
+            stage[index] = max(stage[index], latest - latest % 2)
         # A collective takes its source in the loop before its own stage, where uniform sources are ready anyway.
         here = stage[index] - 1 if node.collective and varying[node.inputs[0]] else stage[index]
         for source in node.inputs:
@@ -268,6 +262,22 @@ def _assemble(
     copies: dict[int, set[int]] = {}
     used_in: dict[int, set[int]] = {}
 
+    repeatable: dict[tuple[int, int], bool] = {}
+
+    def may_repeat(index: int, at: int) -> bool:
+        """Whether computing a uniform node in stage `at` gives the same value, and costs less than bringing it there."""
+        node = nodes[index]
+        if node.argument or index in copyable:
+            return not varying[index]
+        if (index, at) not in repeatable:
+            if node.reads is not None:
+                possible = _may_read_again(nodes, stage, live, writers, index, first[index], at)
+            else:
+                possible = node.pure and node.cheap and at >= first[index]
+                possible = possible and all(may_repeat(source, at) for source in node.inputs)
+            repeatable[index, at] = possible and not varying[index] and not node.collective
+        return repeatable[index, at]
+
     # Readers first, so that a copy of a copy finds the stages it is wanted in.
     for index in reversed(order):
         node = nodes[index]
@@ -289,12 +299,12 @@ def _assemble(
                 wanted = wanted | {first[index]}
             home[index] = min(wanted)
             copies[index] = wanted - {home[index]}
-        elif node.reads is not None and not varying[index]:
-            again = {at for at in wanted if _may_read_again(nodes, stage, live, writers, index, first[index], at)}
+        elif not varying[index] and (node.reads is not None or node.cheap):
+            again = {at for at in wanted if may_repeat(index, at)}
             if again == wanted and not node.required:
                 home[index] = min(wanted)
             else:
-                home[index] = first[index]
+                home[index] = stage[index]
             copies[index] = again - {home[index]}
         else:
             home[index] = stage[index]

@@ -207,7 +207,7 @@ def _describe(
     if op.type == "NoOp":
         return _plan.Node(inputs, after, hub=True)
     if not _tf.is_stateful(op):
-        return _plan.Node(inputs, after, cheap=op in tracing.cuts, required=must)
+        return _plan.Node(inputs, after, cheap=op in tracing.cuts or _kinds.is_cheap(op), required=must)
     resources = {resource_of(t, outer_of) for t in op.inputs if t.dtype == tf.resource}
     writes = frozenset(resource_of(t, outer_of) for t in _kinds.writes(op))
     own_state = tracing.kinds.has_own_state(op)

@@ -57,16 +57,29 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--what", nargs="+", choices=_WHATS, default=list(_WHATS), help="what to measure (all)")
-    add("--models", nargs="+", choices=MODELS, default=["mlp", "conv64"], help="on which models (mlp conv64)")
-    add("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="against which programs (all)")
+    add("--what", nargs="+", choices=_WHATS, default=list(_WHATS), metavar="WHAT", help="time, memory, startup (all)")
+    add(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=["mlp", "conv64"],
+        metavar="MODEL",
+        help="on which models (mlp conv64)",
+    )
+    add("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help="against which programs (all)")
     add("--replicas", nargs="+", type=_positive_int, default=[1, 2, 64], metavar="N", help="micro-batches (1 2 64)")
     add("--micro-batch", type=_positive_int, default=16, metavar="B", help="rows of a micro-batch (16)")
-    add("--optimizer", choices=("sgd", "adam"), default="adam", help="(adam)")
+    add("--optimizer", choices=("sgd", "adam"), default="adam", help="which optimizer (adam)")
     add("--xla", action="store_true", help="compile the steps of all programs with XLA")
-    add("--rounds", type=_positive_int, default=7, help="time: turns of each program (7)")
-    add("--seconds", type=float, default=0.5, help="time: length of a turn (0.5)")
-    add("--processes", type=_positive_int, default=3, help="memory and startup: processes of each program (3)")
+    add("--rounds", type=_positive_int, default=7, metavar="R", help="time: turns of each program (7)")
+    add("--seconds", type=float, default=0.5, metavar="S", help="time: length of a turn (0.5)")
+    add(
+        "--processes",
+        type=_positive_int,
+        default=3,
+        metavar="P",
+        help="memory and startup: processes of each program (3)",
+    )
     add("--time-limit", type=float, default=600.0, metavar="S", help="seconds a program may take to answer (600)")
     add("--memory-limit", type=float, default=8.0, metavar="GIB", help="data a program may hold; 0: no limit (8)")
     add("--json", type=pathlib.Path, metavar="FILE", help="also write all samples, ratios and versions as JSON")

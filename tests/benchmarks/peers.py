@@ -262,10 +262,10 @@ PEERS = {
     ),
     "two-functions": Peer("accumulator variables, one tf.function adds to them, one applies", _two_functions, 2),
     "while-loop": Peer("tf.while_loop over micro-batches in one tf.function", _while_loop, 2),
-    "unrolled": Peer("Python loop over micro-batches in one tf.function", _unrolled, 2, 8),
+    "unrolled": Peer("Python loop over micro-batches in one tf.function (N up to 8)", _unrolled, 2, 8),
     "keras-accumulation": Peer("Keras' gradient_accumulation_steps=N", _keras_accumulation, 2),
     "mirrored": Peer(
-        "MirroredStrategy on N logical CPUs, the same custom loop",
+        "MirroredStrategy on N logical CPUs, the same custom loop (N up to 8)",
         lambda case: _distributed(case, _mirrored(case.replicas)),
         2,
         8,

@@ -6,6 +6,6 @@ from tests.programs._registry import PROGRAMS, TOLERANCE, Program, program
 
 __all__ = ["PROGRAMS", "TOLERANCE", "Program", "program"]
 
-for _module in ("loops", "functions", "training", "variables", "collectives", "inputs", "checkpoints"):
+for _module in ("loops", "functions", "training", "variables", "collectives", "inputs", "checkpoints", "legacy_keras"):
     # Importing a module registers its programs.
     importlib.import_module(f"tests.programs.{_module}")

@@ -278,3 +278,35 @@ def replica_context_facts(strategy: tf.distribute.Strategy) -> Any:
             tf.distribute.get_strategy() is strategy,
         ]
     return {**seen, "outside": outside, "scope": scope, "ids": local(strategy, ids)}
+
+
+@program()
+def extended_methods(strategy: tf.distribute.Strategy) -> Any:
+    """The hooks of strategy.extended that libraries call."""
+    other = tf.Variable(1.0)
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+        near: list[tf.Variable] = []
+        with strategy.extended.colocate_vars_with(variable):
+            near.append(tf.Variable(3.0))
+        extended = strategy.extended
+        made = [extended.variable_created_in_scope(v) for v in (variable, near[0], other)]
+        extended.update(variable, lambda v, x: v.assign_add(x), args=(tf.constant([1.0, 1.0]),))
+        facts = {
+            "made": made,
+            "devices": len(extended.worker_devices),
+            "read": extended.read_var(variable),
+            "values": [part.numpy() for part in strategy.experimental_local_results(variable)],
+            "global batch": extended._global_batch_size,
+            "reduced": extended.reduce_to("MEAN", variable, variable),
+        }
+    return {key: arrays(value) for key, value in facts.items()}
+
+
+@program()
+def run_returns_variables_and_arguments(strategy: tf.distribute.Strategy) -> Any:
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+    (x,) = strategy.experimental_distribute_dataset(batches(rows(BATCH, 2)))
+    step = tf.function(lambda x: strategy.run(lambda x: (variable, x, variable.value()), args=(x,)))
+    return [local(strategy, part) for part in step(x)]

@@ -471,3 +471,88 @@ def host_functions(strategy: tf.distribute.Strategy) -> Any:
     for inputs in strategy.experimental_distribute_dataset(batches(rows(BATCH, 2), words)):
         out.append([local(strategy, part) for part in step(inputs)])
     return out
+
+
+@program(core=True)
+def local_state_across_collectives(strategy: tf.distribute.Strategy) -> Any:
+    """Replica state written and read on both sides of collectives, carries, and random draws after them."""
+    with strategy.scope():
+        counter = tf.Variable(0.0, trainable=False)
+        total = tf.Variable(
+            0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+        shared = tf.Variable(1.0, trainable=False, aggregation=tf.VariableAggregation.MEAN)
+        seeds = keras.random.SeedGenerator(3)
+
+    def replica_step(x: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        seen = [shared + 0.0]
+        mask = keras.random.uniform((2,), seed=seeds)
+        counter.assign_add(tf.reduce_sum(x))
+        first = context.all_reduce("sum", counter + shared)
+        seen += [counter + 0.0, first]
+        counter.assign(counter * 0.5 + first)
+        total.assign_add(counter * tf.reduce_max(x))
+        shared.assign(total * 0.1)
+        second = context.all_reduce("mean", total + shared)
+        mask += keras.random.uniform((2,), seed=seeds)
+        counter.assign_sub(second)
+        shared.assign_add(1.0)
+        shared.assign_add(counter + 0.0)
+        return [*seen, second, counter + 0.0, total + 0.0, shared + 0.0, mask, x * second]
+
+    step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
+    out = []
+    for x in strategy.experimental_distribute_dataset(batches(rows(3 * BATCH, 2))):
+        out.append([local(strategy, part) for part in step(x)])
+    own = per_replica(strategy, [counter, total, shared])
+    return {"out": out, "own": own, "cross": [counter.numpy(), total.numpy(), shared.numpy()]}
+
+
+@program()
+def local_state_in_control_flow(strategy: tf.distribute.Strategy) -> Any:
+    """Replica state written inside tf.while_loop and tf.cond, uniform and varying."""
+    with strategy.scope():
+        counter = tf.Variable(0.0, trainable=False)
+        metric = keras.metrics.Mean()
+        switch = tf.Variable(1.0, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+
+    def replica_step(x: Any) -> Any:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        for i in tf.range(number + 2):
+            counter.assign_add(tf.cast(i, tf.float32))
+            metric.update_state(x * tf.cast(i, tf.float32))
+        if switch > 0.5:
+            counter.assign(counter * 2.0)
+        if number > 0:
+            counter.assign_add(100.0)
+        return counter + 0.0, metric.count + 0.0
+
+    step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
+    out = []
+    for x in strategy.experimental_distribute_dataset(batches(rows(3 * BATCH, 2))):
+        out.append([local(strategy, part) for part in step(x)])
+        switch.assign(1.0 - switch)
+    return {"out": out, "own": per_replica(strategy, [counter]), "metric": np.asarray(metric.result())}
+
+
+@program(replicas=(2,))
+def nested_compiled_function(strategy: tf.distribute.Strategy) -> Any:
+    """XLA inside the replica function."""
+    model, optimizer = _made(strategy)
+
+    @tf.function(jit_compile=True)
+    def gradients_of(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = _loss(y, model(x, training=True))
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    def replica_step(x: Any, y: Any) -> tf.Tensor:
+        loss, gradients = gradients_of(x, y)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    step = tf.function(lambda inputs: strategy.run(replica_step, args=inputs))
+    data = strategy.experimental_distribute_dataset(_data())
+    losses = [local(strategy, step(inputs)) for _ in range(5) for inputs in data]
+    return {"losses": losses, "weights": by_path(model.variables)}

@@ -224,3 +224,27 @@ def values_of_different_lengths(strategy: tf.distribute.Strategy) -> Any:
     )
     step = tf.function(lambda v: strategy.run(lambda v: (v * 2, tf.reduce_sum(v)), args=(v,)))
     return [local(strategy, values), _replicas(strategy, step(values))]
+
+
+@program()
+def none_in_datasets(strategy: tf.distribute.Strategy) -> Any:
+    data = tf.data.Dataset.from_tensor_slices(rows(BATCH + 5, 2)).batch(BATCH).map(lambda x: (x, None, {"a": x}))
+
+    def replica_function(x: Any, nothing: Any, rest: Any) -> Any:
+        assert nothing is None
+        return x + rest["a"]
+
+    step = tf.function(lambda inputs: strategy.run(replica_function, args=inputs))
+    return [local(strategy, step(inputs)) for inputs in strategy.experimental_distribute_dataset(data)]
+
+
+@program()
+def batches_of_several_dtypes(strategy: tf.distribute.Strategy) -> Any:
+    number = BATCH + 7
+    kinds = ("float16", "float64", "int8", "uint8", "int32", "bool", "complex64")
+    data = batches(*[rows(number, 2).astype("float32").clip(0).astype(kind) for kind in kinds])
+    step = tf.function(lambda inputs: strategy.run(lambda *parts: [tf.identity(part) for part in parts], args=inputs))
+    out = []
+    for inputs in strategy.experimental_distribute_dataset(data):
+        out.append([_replicas(strategy, inputs), _replicas(strategy, step(inputs))])
+    return out

@@ -344,6 +344,20 @@ def fit_frozen_then_unfrozen(strategy: tf.distribute.Strategy) -> Any:
     return [first, _fit(strategy, model, epochs=2)]
 
 
+@program(replicas=(2,), eager=(), why="graphs fuse kernels and then round to bfloat16 in other places")
+def fit_mixed_bfloat16(strategy: tf.distribute.Strategy) -> Any:
+    def build() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8, activation="relu", dtype="mixed_bfloat16"),
+                keras.layers.Dense(4, dtype="float32"),
+            ]
+        )
+
+    return _fit(strategy, _compiled(strategy, build))
+
+
 # --- Callbacks --------------------------------------------------------------------------------------------------------
 @program(replicas=(2,), core=True)
 def fit_model_checkpoint(strategy: tf.distribute.Strategy) -> Any:

@@ -1,0 +1,71 @@
+"""tf_keras, the Keras 2 that TensorFlow up to 2.15 had."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tests.programs._registry import BATCH, batches, labels, local, program, rows
+
+
+def _build() -> Any:
+    tf_keras = importlib.import_module("tf_keras")
+    return tf_keras.Sequential(
+        [
+            tf_keras.Input((6,)),
+            tf_keras.layers.Dense(8, use_bias=False),
+            tf_keras.layers.BatchNormalization(),
+            tf_keras.layers.Dense(4),
+        ]
+    )
+
+
+def _values(variables: Any) -> list[np.ndarray]:
+    return [variable.numpy() for variable in variables]
+
+
+@program(core=True, needs="tf_keras")
+def legacy_loop(strategy: tf.distribute.Strategy) -> Any:
+    tf_keras = importlib.import_module("tf_keras")
+    tf_keras.backend.clear_session()
+    with strategy.scope():
+        model, optimizer = _build(), tf_keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+        metric = tf_keras.metrics.SparseCategoricalAccuracy()
+
+    def replica_step(x: Any, y: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)) / BATCH
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        metric.update_state(y, logits)
+        return loss
+
+    step = tf.function(lambda inputs: strategy.run(replica_step, args=inputs))
+    data = strategy.experimental_distribute_dataset(batches(rows(2 * BATCH, 6), labels(2 * BATCH)))
+    losses = [local(strategy, step(inputs)) for _ in range(5) for inputs in data]
+    variables = [*model.variables, *optimizer.variables, *metric.variables]
+    return {"losses": losses, "values": _values(variables), "metric": metric.result().numpy()}
+
+
+@program(core=True, needs="tf_keras")
+def legacy_fit(strategy: tf.distribute.Strategy) -> Any:
+    tf_keras = importlib.import_module("tf_keras")
+    tf_keras.backend.clear_session()
+    with strategy.scope():
+        model = _build()
+        loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(tf_keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    number = BATCH + 17
+    data = batches(rows(number, 6), labels(number))
+    history = model.fit(data, epochs=4, validation_data=data, verbose=0)
+    return {
+        "values": _values([*model.variables, *model.optimizer.variables]),
+        "history": {key: np.asarray(value) for key, value in history.history.items()},
+        "evaluate": model.evaluate(data, verbose=0),
+        "predict": model.predict(data, verbose=0),
+    }
