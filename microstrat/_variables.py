@@ -34,13 +34,17 @@ class _PlainVariables:
         _creating.depth -= 1
 
 
+def spread(value: tf.Tensor, num_replicas: int) -> tf.Tensor:
+    """[N, ...] of one value."""
+    return tf.broadcast_to(value, tf.concat([[num_replicas], tf.shape(value)], 0))
+
+
 def tile_initial_value(initial_value: Any, dtype: Any, num_replicas: int) -> Callable[[], tf.Tensor]:
     """An initial value for rows: every replica starts from the same value."""
 
     def initial() -> tf.Tensor:
         value: Any = initial_value() if callable(initial_value) else initial_value
-        value = tf.convert_to_tensor(value, dtype=dtype)
-        return tf.repeat(value[tf.newaxis], num_replicas, axis=0)
+        return spread(tf.convert_to_tensor(value, dtype=dtype), num_replicas)
 
     return initial
 
@@ -148,7 +152,7 @@ class AllReplicasView:
         rows = self._container.rows
         tensor = tf.convert_to_tensor(value, dtype=rows.dtype)
         self._container.shape.assert_is_compatible_with(tensor.shape)
-        return tf.repeat(tensor[tf.newaxis], rows.shape[0], axis=0)
+        return spread(tensor, rows.shape[0])
 
     def assign(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
         del use_locking, name, read_value
@@ -309,6 +313,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return _tf.as_graph_element(self.value())
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        if isinstance(value, _tf.DistributedVariable):
+            value = tf.convert_to_tensor(value)  # this replica's value; a merge function would see replica 0's
         if self._aggregation == tf.VariableAggregation.NONE:
             tracing = _context.current_tracing()
             if self.num_replicas == 1 or (self.trainable and tracing is not None):
@@ -367,12 +373,12 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             if ready:
                 # Without creators: a tf.function that saw a variable being made would trace everything again.
                 with _tf.with_variable_creators([]), tf.device(self._primary.device), _tf.stop_recording():
-                    initial = tf.repeat(self._primary.read_value()[tf.newaxis], num_replicas, axis=0)
+                    initial = tf.broadcast_to(self._primary.read_value(), [num_replicas, *self.shape])
                     return tf.Variable(initial, trainable=False, name=name)
         # The variable itself is being made by the surrounding tf.function's first trace; so are its rows.
         with _context.outside_trace(), _PlainVariables(), _tf.stop_recording():
             return tf.Variable(
-                lambda: tf.repeat(self._primary.read_value()[tf.newaxis], num_replicas, axis=0),
+                lambda: spread(self._primary.read_value(), num_replicas),
                 trainable=False,
                 name=name,
                 shape=[num_replicas, *self.shape],
