@@ -56,8 +56,8 @@ def varying_write(variable: str, function: str | None, operation: str, where: st
     return RuntimeError(
         f"{place} replicas would write different values to variable {variable!r} ({operation}{where}), which has one value "
         "for all of them. Reduce the value first (tf.distribute.get_replica_context().all_reduce), or give the variable an "
-        "aggregation (tf.Variable(..., aggregation=tf.VariableAggregation.MEAN)), or synchronization=ON_READ to keep one value per "
-        "replica."
+        "aggregation (tf.Variable(..., aggregation=tf.VariableAggregation.MEAN)), or synchronization=ON_READ to keep one "
+        "value per replica."
     )
 
 

@@ -63,7 +63,9 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
         for owner in local:
             owner.ensure_rows()
     strategy.extended.note_trace(trace.tracing)
-    return _lower(trace, graph, varying, num_replicas, device)
+    result = _lower(trace, graph, varying, num_replicas, device)
+    _tf.dismantle(trace.tracing.graph)
+    return result
 
 
 def _lower(trace: _trace.Trace, graph: _trace.Graph, varying: list[bool], num_replicas: int, device: str) -> Any:

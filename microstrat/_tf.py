@@ -332,6 +332,11 @@ def add_function(graph: Any, function: Any) -> None:
     graph._add_function_recursive(function)
 
 
+def dismantle(graph: Any) -> None:
+    """Breaks a used-up graph's reference cycles, so that its memory comes back at once and not at the next collection."""
+    _func_graph.dismantle_func_graph(graph)
+
+
 def set_lowering(op: tf.Operation) -> None:
     """Lets the runtime lower a While to dataflow, as tf.while_loop does (not under XLA)."""
     _control_flow_util_v2.maybe_set_lowering_attr(op)
