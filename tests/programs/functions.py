@@ -185,6 +185,7 @@ def control_flow(strategy: tf.distribute.Strategy) -> Any:
             z += tf.cast(i, tf.float32) * x[0, 0]
         if switch > 0.0:
             z *= 2.0
+        z = tf.abs(z)
         while z < 5.0:
             z = z * 2.0 + 1.0
         w = tf.map_fn(lambda row: tf.reduce_sum(row * row), x)
