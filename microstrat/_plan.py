@@ -208,14 +208,6 @@ def _first_stages(
     return first
 
 
-def _readers(nodes: Sequence[Node], order: Sequence[int]) -> dict[int, list[int]]:
-    readers: dict[int, list[int]] = {index: [] for index in order}
-    for index in order:
-        for source in set(nodes[index].inputs):
-            readers[source].append(index)
-    return readers
-
-
 def _move_late(
     nodes: Sequence[Node],
     order: Sequence[int],
@@ -253,15 +245,16 @@ def _assemble(
     first: dict[int, int],
     stage: dict[int, int],
 ) -> Plan:
-    readers = _readers(nodes, order)
+    readers: dict[int, list[int]] = {index: [] for index in order}
     writers: dict[Hashable, list[int]] = {}
     for index in order:
+        for source in set(nodes[index].inputs):
+            readers[source].append(index)
         for resource in nodes[index].writes:
             writers.setdefault(resource, []).append(index)
     home: dict[int, int] = {}
     copies: dict[int, set[int]] = {}
     used_in: dict[int, set[int]] = {}
-
     repeatable: dict[tuple[int, int], bool] = {}
 
     def may_repeat(index: int, at: int) -> bool:
@@ -278,22 +271,23 @@ def _assemble(
             repeatable[index, at] = possible and not varying[index] and not node.collective
         return repeatable[index, at]
 
-    # Readers first, so that a copy of a copy finds the stages it is wanted in.
-    for index in reversed(order):
-        node = nodes[index]
-        if node.collective:
-            home[index] = stage[index]
-            continue
-        wanted: set[int] = set()
+    def stages_that_read(index: int) -> set[int]:
+        found: set[int] = set()
         for reader in readers[index]:
             if nodes[reader].collective:
-                wanted.add(stage[reader] - 1 if varying[index] else stage[reader])
+                # Taken in by the loop before the collective's own stage, if there is anything to sum.
+                found.add(stage[reader] - 1 if varying[index] else stage[reader])
             else:
-                wanted.add(home[reader])
-                wanted |= copies.get(reader, set())
-        used_in[index] = wanted
+                found |= {home[reader]} | copies.get(reader, set())
+        return found
+
+    # Readers first, so that what is copied for a copy is wanted in the copy's stages.
+    for index in reversed(order):
+        node = nodes[index]
+        wanted = used_in[index] = stages_that_read(index)
         if node.argument:
             continue
+        home[index] = stage[index]
         if index in copyable:
             if node.required:
                 wanted = wanted | {first[index]}
@@ -303,36 +297,27 @@ def _assemble(
             again = {at for at in wanted if may_repeat(index, at)}
             if again == wanted and not node.required:
                 home[index] = min(wanted)
-            else:
-                home[index] = stage[index]
             copies[index] = again - {home[index]}
-        else:
-            home[index] = stage[index]
 
     count = max([1, *(at + 1 for at in home.values())])
     members: list[list[int]] = [[] for _ in range(count)]
     copied: list[list[int]] = [[] for _ in range(count)]
-    carries: set[int] = set()
-    shared: set[int] = set()
+    crossing: tuple[set[int], set[int]] = (set(), set())
     collectives: dict[int, list[int]] = {}
     for index in order:
-        node = nodes[index]
-        if node.argument:
+        if nodes[index].argument:
             continue
-        if node.collective:
-            source = node.inputs[0]
-            if varying[source]:
+        here = copies.get(index, set())
+        if any(at != home[index] and at not in here for at in used_in[index]):
+            crossing[varying[index]].add(index)
+        if nodes[index].collective:
+            if varying[nodes[index].inputs[0]]:
                 collectives.setdefault(home[index] - 1, []).append(index)
-            if used_in_other := [at for at in _stages_of(readers[index], nodes, home, copies, stage, varying, index)]:
-                if any(at != home[index] for at in used_in_other):
-                    shared.add(index)
             continue
         members[home[index]].append(index)
-        here = copies.get(index, set())
         for at in sorted(here):
             copied[at].append(index)
-        if any(at != home[index] and at not in here for at in used_in[index]):
-            (carries if varying[index] else shared).add(index)
+    shared, carries = crossing
     return Plan(
         stages=tuple(Stage(tuple(m), tuple(c)) for m, c in zip(members, copied, strict=True)),
         stage=home,
@@ -340,25 +325,6 @@ def _assemble(
         shared=frozenset(shared),
         collectives={at: tuple(found) for at, found in collectives.items()},
     )
-
-
-def _stages_of(
-    readers: Sequence[int],
-    nodes: Sequence[Node],
-    home: dict[int, int],
-    copies: dict[int, set[int]],
-    stage: dict[int, int],
-    varying: Sequence[bool],
-    source: int,
-) -> list[int]:
-    found: list[int] = []
-    for reader in readers:
-        if nodes[reader].collective:
-            found.append(stage[reader] - 1 if varying[source] else stage[reader])
-        else:
-            found.append(home[reader])
-            found.extend(copies.get(reader, set()))
-    return found
 
 
 def _may_read_again(

@@ -44,13 +44,14 @@ def run(kind: str, number: int, name: str) -> dict[str, Any]:
     import keras
     import tensorflow as tf
 
+    from tests import programs
+
     keras.backend.clear_session()
     keras.utils.set_random_seed(7)
     tf.config.run_functions_eagerly(kind == "eager")
     start, start_cpu = time.perf_counter(), time.process_time()
     try:
         import microstrat
-        from tests import programs
 
         strategy = mirrored(number) if kind == "mirrored" else microstrat.MicroBatchStrategy(number)
         outcome = {"results": programs.PROGRAMS[name].run(strategy)}
@@ -59,7 +60,7 @@ def run(kind: str, number: int, name: str) -> dict[str, Any]:
     return {**outcome, "seconds": time.perf_counter() - start, "cpu": time.process_time() - start_cpu}
 
 
-def configure(number_of_devices: int) -> None:
+def configure(number_of_devices: int, optimize_graphs: bool) -> None:
     """Sets TensorFlow up; before it starts."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tensorflow as tf
@@ -71,12 +72,17 @@ def configure(number_of_devices: int) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     devices = [tf.config.LogicalDeviceConfiguration() for _ in range(number_of_devices)]
     tf.config.set_logical_device_configuration(cpu, devices)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not optimize_graphs})
 
 
 def main(directory: pathlib.Path, running: pathlib.Path, jobs: list[str]) -> None:
+    """Runs jobs that are all of one kind and one N."""
+    from tests import programs
+
     parsed = [(kind, int(number), name) for kind, number, name in (job.split(":") for job in jobs)]
-    configure(max([number for kind, number, _ in parsed if kind == "mirrored"], default=1))
-    for job, (kind, number, name) in zip(jobs, parsed, strict=True):
+    ((kind, number),) = {(kind, number) for kind, number, _ in parsed}
+    configure(number if kind == "mirrored" else 1, optimize_graphs=number not in programs.EXACT)
+    for job, (_, _, name) in zip(jobs, parsed, strict=True):
         running.write_text(job)
         outcome = run(kind, number, name)
         write(directory, job, outcome)

@@ -2,9 +2,9 @@
 
 import importlib
 
-from tests.programs._registry import PROGRAMS, TOLERANCE, Program, program
+from tests.programs._registry import EXACT, PROGRAMS, TOLERANCE, Program, program
 
-__all__ = ["PROGRAMS", "TOLERANCE", "Program", "program"]
+__all__ = ["EXACT", "PROGRAMS", "TOLERANCE", "Program", "program"]
 
 for _module in ("loops", "functions", "training", "variables", "collectives", "inputs", "checkpoints", "legacy_keras"):
     # Importing a module registers its programs.
