@@ -285,7 +285,8 @@ def _drive(strategy: Any, replicas: list[_Replica]) -> None:
         if len({request.kind for request in requests if request is not None}) > 1:
             raise _errors.different_collectives([request.kind for request in requests if request is not None])
         if total is not None:
-            answers = [total.result(len(replicas))] * len(replicas)
+            result = total.result(len(replicas))
+            answers = [_own_copy(result) for _ in replicas]
         else:
             answers = _merge(strategy, requests)
 
@@ -321,4 +322,15 @@ def _merge(strategy: Any, requests: Sequence[Any]) -> list[Any]:
     args = _values.regroup([request.args for request in requests])
     kwargs = _values.regroup([request.kwargs for request in requests])
     result = requests[0].merge_fn(strategy, *args, **kwargs)
-    return [_values.select_replica(result, replica) for replica in range(len(requests))]
+    return [_own_copy(_values.select_replica(result, replica)) for replica in range(len(requests))]
+
+
+def _own_copy(structure: Any) -> Any:
+    """The same values as tensors of one replica: what all replicas share by identity is not a per-replica value."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(tf.identity(value.values), value.indices, value.dense_shape)
+        return tf.identity(value) if isinstance(value, tf.Tensor) else value
+
+    return tf.nest.map_structure(copy, structure)
