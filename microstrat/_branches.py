@@ -18,14 +18,15 @@ class CannotLift(Exception):
     """Why a tensor cannot be computed outside its branch. Internal: `Tracing` turns it into an error for the user."""
 
 
-def lift(tensor: tf.Tensor, target: Any) -> tf.Tensor:
-    """Computes a tensor of a branch of `target`'s control flow again in `target`."""
-    return _Lifter(target).lift(tensor)
+def lift(tensor: tf.Tensor, target: Any, *, with_random: bool = False) -> tf.Tensor:
+    """Computes a tensor of a graph inside `target` again in `target`; random draws only if asked for."""
+    return _Lifter(target, with_random).lift(tensor)
 
 
 class _Lifter:
-    def __init__(self, target: Any):
+    def __init__(self, target: Any, with_random: bool):
         self._target = target
+        self._with_random = with_random
         self._known: dict[tuple[int, int], tf.Tensor] = {}
         self._captures: dict[int, dict[int, tf.Tensor]] = {}
 
@@ -70,7 +71,7 @@ class _Lifter:
             for other in op.inputs[0].consumers():
                 if other is not op and _tf.written_resources(other):
                     raise CannotLift("its source reads a variable that the branch assigns")
-        elif _tf.is_stateful(op):
+        elif _tf.is_stateful(op) and not (self._with_random and _tf.is_random(op)):
             raise CannotLift(f"its source depends on {op.type}, which has state")
         return list(op.inputs)
 

@@ -217,7 +217,11 @@ class Tracing:
 
     def adopt_local_state(self, primary: Any, read: Callable[[], tf.Tensor]) -> None:
         """Makes the reads so far of a variable that has just got a value per replica read that value."""
-        graph = self.graph
+        graph: Any = tf.compat.v1.get_default_graph()
+        while graph is not self.graph:  # a branch or loop that is being traced may have read it too
+            if any(outer is primary.handle for outer, _ in graph.captures):
+                self._restart("local state")
+            graph = _tf.outer_graph(graph)
         placeholder = next((inner for outer, inner in graph.captures if outer is primary.handle), None)
         if placeholder is None:
             return
@@ -341,6 +345,17 @@ class SymbolicReplicaContext(ReplicaContext):
         finally:
             graph.cross_replica_depth -= 1
         return _values.select_replica(result, tracing.replica_id)
+
+
+def value_outside_trace(value: Any) -> Any:
+    """An initial value of a variable, computed outside the trace it comes from."""
+    tracing = current_tracing()
+    if tracing is None or not isinstance(value, tf.Tensor) or getattr(value, "graph", None) is not tracing.graph:
+        return value
+    try:
+        return _branches.lift(value, tracing.outer, with_random=True)
+    except _branches.CannotLift as reason:
+        raise _errors.initial_value_in_trace(tracing.function_name, str(reason)) from None
 
 
 @contextlib.contextmanager

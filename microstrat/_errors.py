@@ -94,6 +94,13 @@ def collective_in_function(kind: str, function: str, nested: str) -> RuntimeErro
     )
 
 
+def initial_value_in_trace(function: str, reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"Replica function {function!r} creates a variable whose initial value cannot be computed outside it: {reason}. A "
+        "variable is made once for all replicas, before they run: give it a Python or numpy value, or a callable."
+    )
+
+
 def different_number_of_collectives(finished: list[int], waiting: list[int]) -> RuntimeError:
     return RuntimeError(
         f"Replicas {finished} returned while replicas {waiting} wait at a collective (all_reduce, merge_call, an update "

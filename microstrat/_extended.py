@@ -91,6 +91,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         kwargs["synchronization"] = synchronization if on_read else tf.VariableSynchronization.ON_WRITE
         kwargs.pop("caching_device", None)
         kwargs.pop("experimental_batch_initialization", None)
+        kwargs["initial_value"] = _context.value_outside_trace(kwargs["initial_value"])
         cls: Any = _variables.VirtualMirroredVariable
         if on_read:
             cls = _variables.VirtualSyncOnReadVariable
@@ -167,6 +168,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
         args, kwargs = _values.select_replica((tuple(args), kwargs), 0)
         with tf.device(self._device), _tf.UpdateContext(0):
             result = fn(*args, **kwargs)
+        if group and isinstance(result, _tf.ResourceVariable) and _context.current_tracing() is not None:
+            result = result.read_value()  # the value after this write, not after later ones
         return result if group else tf.nest.map_structure(self._local_results, result)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:

@@ -148,7 +148,7 @@ class VirtualDistributedIteratorSpec(_DistributedInputSpec):
     value_type = property(lambda self: VirtualDistributedIterator)
 
 
-class VirtualDistributedDataset(tf.__internal__.CompositeTensor, _tf.DistributedDatasetInterface):
+class VirtualDistributedDataset(_tf.DistributedDataset):
     """A tf.distribute.DistributedDataset whose elements are global batches, held as per-replica values.
 
     Replica r of N gets rows r·c … (r+1)·c of a batch of B rows, c = ceil(B / N), as tf.distribute splits it; the last

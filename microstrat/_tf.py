@@ -26,6 +26,7 @@ from tensorflow.python.client import pywrap_tf_session as _session
 from tensorflow.python.data.ops import optional_ops as _optional_ops
 from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
+from tensorflow.python.distribute import input_lib as _input_lib
 from tensorflow.python.distribute import values as _values
 from tensorflow.python.distribute import values_util as _values_util
 from tensorflow.python.eager import context as _context
@@ -60,8 +61,9 @@ MirroredVariable = _values.MirroredVariable
 SyncOnReadVariable = _values.SyncOnReadVariable
 DistributedVariable = _values.DistributedVariable
 ResourceVariable = _resource_variable_ops.BaseResourceVariable
-# AutoGraph and Keras dispatch `for` loops and fit on these two interfaces.
-DistributedDatasetInterface = _distribute_types.DistributedDatasetInterface
+# AutoGraph and Keras dispatch `for` loops and fit on these.
+# Keras recognises a distributed dataset by the name and module of one of its base classes.
+DistributedDataset = _input_lib.DistributedDataset
 DistributedIteratorInterface = _distribute_types.DistributedIteratorInterface
 FuncGraph = _func_graph.FuncGraph
 VARIABLE_VALUE_KEY = _trackable.VARIABLE_VALUE_KEY
@@ -189,6 +191,10 @@ AutomaticControlDependencies = _auto_control_deps.AutomaticControlDependencies
 
 def is_stateful(op: tf.Operation) -> bool:
     return bool(op._is_stateful)  # the OpDef's flag has no public accessor
+
+
+def is_random(op: tf.Operation) -> bool:
+    return op.type in _auto_control_deps.LEGACY_RANDOM_OPS  # TensorFlow's own list of stateful random draws
 
 
 def is_control_flow_graph(graph: tf.Graph) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _branches, _context, _errors, _kinds, _plan, _tf, _values
+from microstrat import _branches, _context, _errors, _kinds, _plan, _tf, _values, _variables
 
 _MAX_TRACES = 32
 
@@ -121,12 +121,14 @@ def _as_output(value: Any) -> Any:
             return tf.constant(True)
     if isinstance(value, _tf.DistributedVariable):
         return value
+    if isinstance(value, _variables.ReplicaView):
+        return value.read_value()
     if isinstance(value, tf.Variable):
         # An assignment returns a variable that has not been read yet; reading it here keeps the order.
         container = tf.distribute.get_strategy().extended.value_container(value)
         return container if container is not value and isinstance(value, _tf.ResourceVariable) else value.read_value()
-    if hasattr(value, "__array__") and not isinstance(value, tf.Tensor) and not _is_composite(value):
-        return tf.convert_to_tensor(value) if hasattr(value, "__tf_tensor__") else value
+    if hasattr(value, "__tf_tensor__") and not isinstance(value, tf.Tensor) and not _is_composite(value):
+        return tf.convert_to_tensor(value)
     return value
 
 

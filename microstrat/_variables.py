@@ -84,10 +84,8 @@ class ReplicaView:
     def _scatter(self, op: Callable[..., Any], value: Any, read_value: bool) -> Any:
         rows = self._container.rows
         written = op(resource=rows.handle, indices=self._row(), updates=self._convert(value))
-        if not read_value:
-            return written
-        with tf.control_dependencies([written] if written is not None else []):
-            return self.read_value()
+        # Like a variable, the view is read when it is used, not here.
+        return self if read_value else written
 
     def assign(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
         del use_locking, name

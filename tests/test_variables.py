@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -102,3 +103,91 @@ def test_variables_and_strategies_are_collected() -> None:
     references = [reference for _ in range(5) for reference in make()]
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
+
+
+@pytest.mark.parametrize("engine", ["looped", "eager"])
+def test_state_read_and_written_in_a_loop_of_the_replica_function(engine: str) -> None:
+    strategy = microstrat.MicroBatchStrategy(3)
+    with strategy.scope():
+        mean = tf.Variable(0.0, trainable=False)
+    batch = next(iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(1, 10).batch(9))))
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        for i in tf.range(3):
+            mean.assign(mean * 0.5 + tf.cast(x[i], tf.float32))
+        return mean + 0.0
+
+    step_of_batch = tf.function(step) if engine == "looped" else step
+    result = strategy.run(step_of_batch, args=(batch,))
+    expected = [(a * 0.5 + b) * 0.5 + c for a, b, c in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
+    assert [value.numpy() for value in result.values] == expected
+
+
+def test_state_written_under_a_condition_that_varies() -> None:
+    strategy = microstrat.MicroBatchStrategy(3)
+    with strategy.scope():
+        last = tf.Variable(0.0, trainable=False)
+
+    @tf.function
+    def step() -> tf.Tensor:
+        if replica_number() > 0.0:
+            last.assign(last * 0.5 + replica_number())
+        return last + 0.0
+
+    assert [value.numpy() for value in strategy.run(step).values] == [0.0, 1.0, 2.0]
+    assert [value.numpy() for value in strategy.run(step).values] == [0.0, 1.5, 3.0]
+
+
+def test_a_variable_made_in_the_first_trace_from_a_tensor() -> None:
+    strategy = microstrat.MicroBatchStrategy(2)
+    made: list[tf.Variable] = []
+
+    @tf.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        if not made:
+            made.append(tf.Variable(tf.random.stateless_uniform([3], seed=[1, 2]) * 0.0 + 5.0))
+        return made[0] * x
+
+    assert [value.numpy().tolist() for value in strategy.run(step, args=(2.0,)).values] == [[10.0] * 3] * 2
+
+
+def test_a_variable_made_in_the_first_trace_from_a_replicas_value_is_refused() -> None:
+    strategy = microstrat.MicroBatchStrategy(2)
+
+    def step() -> Any:
+        return tf.Variable(replica_number())
+
+    with pytest.raises(RuntimeError, match="'step' creates a variable whose initial value cannot be computed outside"):
+        tf.function(lambda: strategy.run(step))()
+
+
+def test_the_value_of_an_assignment_is_read_when_it_is_used() -> None:
+    """As tf.Variable.assign in a tf.function; an aggregated assignment's is the value it wrote."""
+    strategy = microstrat.MicroBatchStrategy(2)
+    with strategy.scope():
+        own = tf.Variable(1.0, trainable=False)
+        shared = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+
+    def step() -> Any:
+        a = own.assign_add(replica_number())
+        own.assign_sub(100.0)
+        b = shared.assign(replica_number() + 1.0)
+        shared.assign_add(100.0)
+        return tf.convert_to_tensor(a), tf.convert_to_tensor(b)
+
+    a, b = tf.function(lambda: strategy.run(step))()
+    assert [value.numpy() for value in a.values] == [-99.0, -98.0]
+    assert [value.numpy() for value in b.values] == [1.5, 1.5]
+
+
+def test_fit_takes_a_distributed_dataset() -> None:
+    with microstrat.scope(replicas=2) as strategy:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile("sgd", "mse")
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
+    assert isinstance(batches, tf.distribute.DistributedDataset)
+    history = model.fit(batches, epochs=1, shuffle=False, verbose=0)
+    # Weights 0: the first batch's loss is 1. Each of 4 weights has gradient -2, so they become 0.02: the prediction 0.08.
+    assert history.history["loss"][0] == pytest.approx((1.0 + 0.92**2) / 2, rel=1e-6)
+    assert model.predict(batches, verbose=0).shape == (8, 1)

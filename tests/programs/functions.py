@@ -476,13 +476,17 @@ def host_functions(strategy: tf.distribute.Strategy) -> Any:
 
 @program(core=True)
 def local_state_across_collectives(strategy: tf.distribute.Strategy) -> Any:
-    """Replica state written and read on both sides of collectives, carries, and random draws after them."""
+    """Replica state written and read on both sides of collectives, carries, and random draws after them.
+
+    The numbers are such that float64 holds them exactly, in whatever order they are added.
+    """
     with strategy.scope():
-        counter = tf.Variable(0.0, trainable=False)
+        zero = tf.constant(0.0, tf.float64)
+        counter = tf.Variable(zero, trainable=False)
         total = tf.Variable(
-            0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+            zero, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
         )
-        shared = tf.Variable(1.0, trainable=False, aggregation=tf.VariableAggregation.MEAN)
+        shared = tf.Variable(zero + 1.0, trainable=False, aggregation=tf.VariableAggregation.SUM)
         seeds = keras.random.SeedGenerator(3)
 
     def replica_step(x: Any) -> Any:
@@ -494,17 +498,17 @@ def local_state_across_collectives(strategy: tf.distribute.Strategy) -> Any:
         seen += [counter + 0.0, first]
         counter.assign(counter * 0.5 + first)
         total.assign_add(counter * tf.reduce_max(x))
-        shared.assign(total * 0.1)
-        second = context.all_reduce("mean", total + shared)
+        shared.assign(total * 0.25)
+        second = context.all_reduce("sum", total + shared)
         mask += keras.random.uniform((2,), seed=seeds)
         counter.assign_sub(second)
-        shared.assign_add(1.0)
+        shared.assign_add(zero + 1.0)
         shared.assign_add(counter + 0.0)
         return [*seen, second, counter + 0.0, total + 0.0, shared + 0.0, mask, x * second]
 
     step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
     out = []
-    for x in strategy.experimental_distribute_dataset(batches(rows(3 * BATCH, 2))):
+    for x in strategy.experimental_distribute_dataset(batches(rows(3 * BATCH, 2).round().astype("float64"))):
         out.append([local(strategy, part) for part in step(x)])
     own = per_replica(strategy, [counter, total, shared])
     return {"out": out, "own": own, "cross": [counter.numpy(), total.numpy(), shared.numpy()]}
@@ -537,7 +541,7 @@ def local_state_in_control_flow(strategy: tf.distribute.Strategy) -> Any:
     return {"out": out, "own": per_replica(strategy, [counter]), "metric": np.asarray(metric.result())}
 
 
-@program(replicas=(2,))
+@program(replicas=(2,), eager=(), why="run eagerly, it is not compiled, and rounds differently")
 def nested_compiled_function(strategy: tf.distribute.Strategy) -> Any:
     """XLA inside the replica function."""
     model, optimizer = _made(strategy)
