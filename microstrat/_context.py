@@ -48,7 +48,7 @@ class Tracing:
       cuts: operations that cut a replica's share out of an argument; cheap, so repeated rather than kept.
       inline: whether nested tf.functions run inline (they hold a collective).
       lifted: whether a collective stood in a branch, and was lifted out of it.
-      read_as_shared: variables that were read as one value for all replicas, and may yet get one per replica.
+      functions: the tf.functions whose traces this one becomes part of.
       restart: why the trace must start again, if it must.
     """
 
@@ -64,9 +64,9 @@ class Tracing:
         self.cuts: set[tf.Operation] = set()
         self.lifted = False
         self.kinds = _kinds.Kinds(self.graph)
+        self.functions = _tf.functions_being_traced()
         self._varies: dict[tf.Operation, bool] = {}
         self.restart: str | None = None
-        self.read_as_shared: list[Any] = []
         self.redirected: list[tuple[tf.Tensor, tf.Tensor]] = []
         with self.graph.as_default():
             self.replica_id = tf.compat.v1.placeholder(tf.int32, [], name="replica_id")

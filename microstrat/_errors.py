@@ -14,10 +14,30 @@ SYMBOLIC_ESCAPES = (
 )
 
 
-def bad_num_micro_batches(value: Any) -> ValueError:
+def bad_number(argument: str, value: Any) -> ValueError:
     return ValueError(
-        f"num_micro_batches must be a positive int, not {value!r}. It is the number of virtual replicas: a global batch "
-        "of 64 with num_micro_batches=4 runs as 4 micro-batches of 16."
+        f"{argument} must be a positive int, not {value!r}. It is the number of virtual replicas: a global batch of 64 "
+        f"with {argument}=4 runs as 4 micro-batches of 16."
+    )
+
+
+def no_such_device(device: str, devices: list[str]) -> ValueError:
+    return ValueError(f"There is no device {device!r} here. TensorFlow sees: {', '.join(devices)}.")
+
+
+def reduce_plain_value(value: Any) -> ValueError:
+    return ValueError(
+        f"reduce('SUM', ...) of {value!r}, which is one value and not one per replica. If it is reduced already, use it as "
+        "it is; if each replica has that value, multiply it by strategy.num_replicas_in_sync."
+    )
+
+
+def varying_branch(variable: str, function: str, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"In replica function {function!r}, a branch (tf.cond, or an AutoGraph if{where}) writes variable {variable!r}, "
+        "which has one value for all replicas, and also depends on, or writes, what differs between them. A branch runs "
+        "once, or once per replica, but not both. All-reduce what differs before the branch (gradients, above all). In "
+        "place of Keras' gradient_accumulation_steps, use more replicas: they accumulate."
     )
 
 

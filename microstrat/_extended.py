@@ -25,8 +25,6 @@ class MicroBatchExtended(_tf.StrategyExtended):
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._owners: dict[int, Any] = {}
         self._local: list[Any] = []
-        self._read_as_shared = _tf.weak_identity_set()
-        self.state_version = 0
 
     # --- Running ------------------------------------------------------------------------------------------------------
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -109,19 +107,13 @@ class MicroBatchExtended(_tf.StrategyExtended):
     def became_local(self, variable: Any) -> None:
         """Notes that a variable has got a value per replica.
 
-        Functions traced before took it for a shared one. Distributed inputs carry `state_version` in their types, so such
-        functions are traced again the next time they are called.
+        Functions traced before took it for a shared one; they are traced again the next time they are called.
         """
         self._owners[id(variable.rows.handle)] = weakref.ref(variable)
         self._local.append(weakref.ref(variable))
-        if variable in self._read_as_shared:
-            self.state_version += 1
-
-    def note_trace(self, tracing: _context.Tracing) -> None:
-        """Notes what a finished trace took for shared."""
-        for variable in tracing.read_as_shared:
-            if variable.rows is None:
-                self._read_as_shared.add(variable)
+        for function in list(variable.assumed_shared_by):
+            _tf.forget_traces(function)
+        variable.assumed_shared_by.clear()
 
     def local_variables(self) -> list[Any]:
         """Variables that were shared and have got a value per replica."""
@@ -217,8 +209,10 @@ class MicroBatchExtended(_tf.StrategyExtended):
             per_replica = value if isinstance(value, _values.PerReplica) else _values.Separate(value._values)  # noqa: SLF001
             with tf.device(self._host if isinstance(value, _values.BatchRows) else None):
                 return per_replica.reduce_sum() if is_sum else per_replica.reduce_mean()
-        if value is None or not is_sum:
+        if value is None or not is_sum or self._number == 1:
             return value
+        if isinstance(value, tf.Tensor | tf.IndexedSlices):
+            raise _errors.reduce_plain_value(value)
         return _values.scale_by_replicas(value, self._number)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:

@@ -29,7 +29,6 @@ def _wrap(strategy: Any, element: Any) -> Any:
             if count is not None:
                 rows[_path_name(path)] = count
             value = _values.BatchRows(num_replicas, value)
-            value.state_version = strategy.extended.state_version
         wrapped.append(value)
     if len(set(rows.values())) > 1:
         raise _errors.no_common_rows(rows, num_replicas)
@@ -41,13 +40,11 @@ def _path_name(path: Sequence[Any]) -> str:
 
 
 def _wrap_spec(strategy: Any, element_spec: Any) -> Any:
-    num_replicas, version = strategy.num_replicas_in_sync, strategy.extended.state_version
+    num_replicas = strategy.num_replicas_in_sync
     if num_replicas == 1:
         return element_spec
     return tf.nest.map_structure(
-        lambda spec: (
-            _values.PerReplicaSpec("rows", num_replicas, version, spec) if isinstance(spec, _PLAIN_SPECS) else spec
-        ),
+        lambda spec: _values.PerReplicaSpec("rows", num_replicas, spec) if isinstance(spec, _PLAIN_SPECS) else spec,
         element_spec,
     )
 
@@ -96,15 +93,14 @@ class VirtualDistributedIterator(tf.__internal__.CompositeTensor, _tf.Distribute
 class _DistributedInputSpec(tf.TypeSpec):
     """What the types of distributed iterators and datasets share: the strategy, and the tf.data type inside."""
 
-    __slots__ = ["_source", "_state_version", "_strategy"]
+    __slots__ = ["_source", "_strategy"]
 
     def __init__(self, strategy: Any, source: Any):
         self._strategy = strategy
         self._source = source
-        self._state_version = strategy.extended.state_version
 
     def _serialize(self) -> tuple[Any, ...]:
-        return (id(self._strategy), self._state_version, self._source)
+        return (id(self._strategy), self._source)
 
     # The base class builds relaxed copies from _serialize(), which can't hold the strategy itself: it must be hashable.
     def _with_tensor_ranks_only(self) -> Any:

@@ -62,7 +62,6 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
             break
         for owner in local:
             owner.ensure_rows()
-    strategy.extended.note_trace(trace.tracing)
     result = _lower(trace, graph, varying, num_replicas, device)
     _tf.dismantle(trace.tracing.graph)
     return result

@@ -25,8 +25,8 @@ def scope(*, replicas: int, device: str | None = None) -> Iterator[_strategy.Mic
       The strategy, which is also `tf.distribute.get_strategy()` inside the block.
 
     Raises:
-      ValueError: if `replicas` is not a positive int.
+      ValueError: if `replicas` is not a positive int, or there is no such device.
     """
-    strategy = _strategy.MicroBatchStrategy(replicas, device=device)
+    strategy = _strategy.MicroBatchStrategy(_strategy.positive_int("replicas", replicas), device=device)
     with strategy.scope():
         yield strategy

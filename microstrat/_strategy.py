@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _extended
+from microstrat import _errors, _extended, _tf
 
 
 class MicroBatchStrategy(tf.distribute.Strategy):
@@ -61,7 +62,7 @@ class MicroBatchStrategy(tf.distribute.Strategy):
       device: the one device, e.g. "GPU:1". Default: the first GPU if there is one, else the CPU.
 
     Raises:
-      ValueError: if `num_micro_batches` is not a positive int, or `semantics` is unknown.
+      ValueError: if `num_micro_batches` is not a positive int, `semantics` is unknown, or there is no such device.
       NotImplementedError: for `semantics="whole_batch"` and for `base`.
     """
 
@@ -73,15 +74,14 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         base: tf.distribute.Strategy | None = None,
         device: str | None = None,
     ):
-        if isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1:
-            raise _errors.bad_num_micro_batches(num_micro_batches)
+        number = positive_int("num_micro_batches", num_micro_batches)
         if semantics not in ("replicas", "whole_batch"):
             raise _errors.bad_semantics(semantics)
         if semantics == "whole_batch":
             raise _errors.not_yet("semantics='whole_batch' (single-device code, cut into micro-batches)")
         if base is not None:
             raise _errors.not_yet("base (virtual replicas on top of real ones)")
-        super().__init__(_extended.MicroBatchExtended(self, num_micro_batches, device or _default_device()))
+        super().__init__(_extended.MicroBatchExtended(self, number, _existing_device(device)))
 
     def run(
         self,
@@ -139,5 +139,22 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         return f"<MicroBatchStrategy: {number} virtual replicas on {self.extended.parameter_devices[0]}>"
 
 
-def _default_device() -> str:
-    return "/GPU:0" if tf.config.list_logical_devices("GPU") else "/CPU:0"
+def positive_int(argument: str, value: Any) -> int:
+    """`value` as an int (numpy's count); raises ValueError, naming the argument, if it is not a positive one."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or number < 1:
+        raise _errors.bad_number(argument, value)
+    return number
+
+
+def _existing_device(device: str | None) -> str:
+    """The full name of the device asked for, or of the first GPU, or of the CPU."""
+    devices = [known.name for known in tf.config.list_logical_devices()]
+    if device is None:
+        return next((name for name in devices if "GPU" in name), "/CPU:0")
+    if _tf.canonicalize_device(device) not in [_tf.canonicalize_device(name) for name in devices]:
+        raise _errors.no_such_device(device, devices)
+    return device

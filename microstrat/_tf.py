@@ -13,6 +13,7 @@ Checked on TensorFlow 2.16 and 2.21 unless a line says otherwise.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,7 +49,6 @@ from tensorflow.python.ops import while_loop as _while_loop
 from tensorflow.python.trackable import base as _trackable
 from tensorflow.python.types import distribute as _distribute_types
 from tensorflow.python.util import nest as _nest
-from tensorflow.python.util import object_identity as _object_identity
 
 # --- Base classes -----------------------------------------------------------------------------------------------------
 # The public tf.distribute.StrategyExtended lacks the v1 hooks (read_var, call_for_each_replica, broadcast_to) that
@@ -92,6 +92,28 @@ def is_tf_function(fn: Any) -> bool:
 def clone_tf_function(fn: Any, python_function: Callable[..., Any]) -> Any:
     """A `tf.function` with `fn`'s options and another body; the public constructor can't read the options back."""
     return fn._clone(python_function=python_function)
+
+
+def functions_being_traced() -> list[Any]:
+    """The tf.functions whose Python bodies are running on this thread, innermost first.
+
+    A FuncGraph does not know the tf.function it is traced for, so this looks at the stack.
+    """
+    found: list[Any] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _polymorphic_function.__file__:
+            function = frame.f_locals.get("self")
+            if is_tf_function(function) and not any(known is function for known in found):
+                found.append(function)
+        frame = frame.f_back
+    return found
+
+
+def forget_traces(function: Any) -> None:
+    """Makes a tf.function trace again at its next call; there is no public way to drop what it has."""
+    function._function_cache._primary.clear()
+    function._function_cache._dispatch_dict.clear()
 
 
 def convert_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -373,10 +395,6 @@ def variable_accessed(variable: Any) -> None:
 def register_conversion(cls: type, function: Callable[..., Any]) -> None:
     """Registers how `cls` becomes a Tensor; `__tf_tensor__` alone is not asked for CompositeTensors."""
     _conversion.register_tensor_conversion_function(cls, function)
-
-
-def weak_identity_set() -> Any:
-    return _object_identity.ObjectIdentityWeakSet()  # distributed variables compare by value, so WeakSet fails
 
 
 def unknown_shape() -> tf.TensorShape:

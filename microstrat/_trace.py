@@ -281,6 +281,8 @@ def refuse_varying_conditions(graph: Graph, varying: Sequence[bool], trace: Trac
 def refuse_varying_writes(found: Sequence[tuple[Any, tf.Operation]], trace: Trace) -> None:
     """Raises if replicas would write different values to a variable that must have one."""
     for owner, op in found:
+        if op.type in _kinds.BRANCHES:
+            raise _errors.varying_branch(owner.name, trace.tracing.function_name, where(op))
         raise _errors.varying_write(owner.name, trace.tracing.function_name, op.type, where(op))
 
 

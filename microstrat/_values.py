@@ -77,8 +77,6 @@ class PerReplica(_tf.PerReplica):
     def __init__(self, num_replicas: int):
         # TensorFlow's own __init__ would store a tuple of N values.
         self.num_replicas = num_replicas
-        # Part of the type, so that functions traced before a variable got a value per replica are traced again.
-        self.state_version = 0
         self._cache: tuple[Any, ...] | None = None
 
     def _unstack(self) -> tuple[Any, ...]:
@@ -122,13 +120,12 @@ class PerReplica(_tf.PerReplica):
 class PerReplicaSpec(_tf.PerReplicaSpec):
     """Type of a per-replica value: how it is held, N, and the specs of its parts."""
 
-    __slots__ = ["_kind", "_num_replicas", "_parts", "_state_version"]
+    __slots__ = ["_kind", "_num_replicas", "_parts"]
 
-    def __init__(self, kind: str, num_replicas: int, state_version: int, *parts: Any):
+    def __init__(self, kind: str, num_replicas: int, *parts: Any):
         super().__init__()
         self._kind = kind
         self._num_replicas = num_replicas
-        self._state_version = state_version
         self._parts = tuple(parts)
 
     @property
@@ -145,7 +142,7 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
         del value  # the stock __init__ assigns it
 
     def _serialize(self) -> tuple[Any, ...]:
-        return (self._kind, self._num_replicas, self._state_version, *self._parts)
+        return (self._kind, self._num_replicas, *self._parts)
 
     @property
     def _component_specs(self) -> tuple[Any, ...]:
@@ -155,9 +152,7 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
         return value.parts()
 
     def _from_components(self, components: Sequence[Any]) -> PerReplica:
-        value = _KINDS[self._kind].from_parts(self._num_replicas, tuple(components))
-        value.state_version = self._state_version
-        return value
+        return _KINDS[self._kind].from_parts(self._num_replicas, tuple(components))
 
 
 def _relax_rows(spec: Any) -> Any:
@@ -191,7 +186,7 @@ class BatchRows(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("rows", self.num_replicas, self.state_version, tf.type_spec_from_value(self.batch))
+        return PerReplicaSpec("rows", self.num_replicas, tf.type_spec_from_value(self.batch))
 
     def select(self, replica_id: Any) -> Any:
         rows = count_rows(self.batch)
@@ -280,9 +275,7 @@ class Stacked(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec(
-            "stacked", self.num_replicas, self.state_version, tf.TensorSpec(self.stack.shape, self.stack.dtype)
-        )
+        return PerReplicaSpec("stacked", self.num_replicas, tf.TensorSpec(self.stack.shape, self.stack.dtype))
 
     def select(self, replica_id: Any) -> Any:
         return tf.gather(self.stack, replica_id)
@@ -324,7 +317,6 @@ class Concatenated(PerReplica):
         return PerReplicaSpec(
             "concatenated",
             self.num_replicas,
-            self.state_version,
             tf.TensorSpec(self.flat.shape, self.flat.dtype),
             tf.TensorSpec([self.num_replicas], tf.int64),
         )
@@ -357,7 +349,7 @@ class Uniform(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("uniform", self.num_replicas, self.state_version, tf.type_spec_from_value(self.value))
+        return PerReplicaSpec("uniform", self.num_replicas, tf.type_spec_from_value(self.value))
 
     def select(self, replica_id: Any) -> Any:
         del replica_id
@@ -373,6 +365,8 @@ class Uniform(PerReplica):
         return scale_by_replicas(self.value, self.num_replicas)
 
     def reduce_mean(self) -> Any:
+        if isinstance(self.value, tf.Tensor) and self.value.dtype.is_integer:
+            return tf.cast(self.value, tf.float64)  # as the mean of integers that differ
         return self.value
 
 
@@ -399,7 +393,7 @@ class Separate(PerReplica):
     @property
     def _type_spec(self) -> PerReplicaSpec:
         specs = [tf.type_spec_from_value(value) for value in self._separate]
-        return PerReplicaSpec("separate", self.num_replicas, self.state_version, *specs)
+        return PerReplicaSpec("separate", self.num_replicas, *specs)
 
     def select(self, replica_id: Any) -> Any:
         if isinstance(replica_id, int):
@@ -477,6 +471,11 @@ _KINDS: dict[str, Any] = {
     "uniform": Uniform,
     "separate": Separate,
 }
+
+
+for _kind in (*_KINDS.values(), Symbolic):
+    # How a value is held is our business: Python's own messages ("unsupported operand type") say what it is.
+    _kind.__name__ = _kind.__qualname__ = "PerReplica"
 
 
 class LocalResults(tuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
         super().__init__(strategy, values, aggregation, var_policy)  # pyright: ignore[reportCallIssue]
         self.rows = None
+        self.assumed_shared_by: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -274,6 +276,11 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         self.ensure_rows()
         self.rows.assign(values)
 
+    def _assume_shared(self) -> None:
+        """Notes the functions being traced: they are out of date once the variable gets a value per replica."""
+        tracing = _context.current_tracing()
+        self.assumed_shared_by.update(_tf.functions_being_traced() if tracing is None else tracing.functions)
+
     def follow_replica_0(self) -> None:
         """Makes the primary replica 0's value."""
         self._primary.assign(self.read_row(0), read_value=False)
@@ -285,9 +292,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         """
         if tf.executing_eagerly():
             return self._primary
-        tracing = _context.current_tracing()
-        if tracing is not None:
-            tracing.read_as_shared.append(self)
+        self._assume_shared()
         graph = tf.compat.v1.get_default_graph()
         context = _tf.get_replica_context_of(self._distribute_strategy)
         assert context is not None
@@ -326,6 +331,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             if self.rows is None and tracing is not None and not tracing.varies(value):
                 # The same in all replicas, so one value still does. (Under a condition that varies it would not: that is
                 # found out when the trace is planned.)
+                self._assume_shared()
                 return update_fn(self._primary, value, **kwargs)
             self.ensure_rows()
             return update_fn(ReplicaView(self), value, **kwargs)
@@ -351,6 +357,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         if self.rows is not None and _context.current_tracing() is None and not isinstance(value, _values.PerReplica):
             update_fn(AllReplicasView(self), value, **kwargs)
             return update_fn(self._primary, value, **kwargs)
+        if self.may_become_local:
+            self._assume_shared()
         return super()._update_cross_replica(update_fn, value, **kwargs)
 
     def ensure_rows(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -32,6 +33,42 @@ def all_reduce(value: Any) -> Any:
 def test_number_of_micro_batches(number: Any) -> None:
     with pytest.raises(ValueError, match=r"num_micro_batches must be a positive int, not " + re.escape(repr(number))):
         microstrat.MicroBatchStrategy(number)
+
+
+def test_number_of_replicas() -> None:
+    with pytest.raises(ValueError, match=r"replicas must be a positive int, not 2\.0"), microstrat.scope(replicas=2.0):
+        pass
+    assert microstrat.MicroBatchStrategy(np.int64(2)).num_replicas_in_sync == 2
+
+
+def test_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"no device 'GPU:77' here. TensorFlow sees: /device:CPU:0"):
+        microstrat.MicroBatchStrategy(2, device="GPU:77")
+
+
+def test_sum_of_a_value_that_is_reduced_already() -> None:
+    with pytest.raises(ValueError, match=r"is one value and not one per replica"):
+        strategy().reduce("SUM", tf.constant(3.0), axis=None)
+
+
+def test_a_branch_that_steps_the_optimizer_and_keeps_per_replica_state() -> None:
+    def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
+        with ours.scope():
+            weight = tf.Variable(1.0, name="weight")
+            steps = tf.Variable(0, trainable=False)
+            kept = tf.Variable(0.0, trainable=False)
+
+        def accumulate() -> None:
+            own = tf.cast(replica_id(), tf.float32)
+            if steps % 2 == 0:
+                weight.assign_sub(all_reduce(kept + own))
+                kept.assign(own)
+            steps.assign_add(1)
+
+        return accumulate
+
+    with pytest.raises(RuntimeError, match=r"'accumulate', a branch .* writes variable 'weight:0'.*use more replicas"):
+        in_function(build)
 
 
 def test_semantics_and_base_leave_their_place() -> None:

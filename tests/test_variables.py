@@ -76,6 +76,22 @@ def test_a_function_traced_before_sees_values_that_became_each_replicas_own() ->
     assert cross_replica().numpy() == 1.0
 
 
+def test_functions_without_arguments_traced_before_are_traced_again() -> None:
+    strategy = microstrat.MicroBatchStrategy(3)
+    with strategy.scope():
+        total = tf.Variable(0.0, trainable=False)
+    reset = tf.function(lambda: strategy.run(lambda: total.assign(0.0, read_value=False)))
+    reset_outside = tf.function(lambda: total.assign(0.0))
+    read = tf.function(lambda: strategy.run(lambda: total + 0.0))
+    train = tf.function(lambda: strategy.run(lambda: total.assign_add(replica_number() + 1.0)))
+    for clear in (reset, reset_outside, reset, reset_outside):
+        clear()
+        train()
+        train()
+        assert [value.numpy() for value in read().values] == [2.0, 4.0, 6.0]
+        assert total.numpy() == 2.0
+
+
 def test_cross_replica_assignment_reaches_every_replica() -> None:
     strategy = microstrat.MicroBatchStrategy(3)
     with strategy.scope():
