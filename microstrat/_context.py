@@ -347,6 +347,27 @@ class SymbolicReplicaContext(ReplicaContext):
         return _values.select_replica(result, tracing.replica_id)
 
 
+def in_loop(graph: Any) -> bool:
+    """Whether `graph` is part of a tf.while_loop's body."""
+    while isinstance(graph, _tf.FuncGraph):
+        if _tf.is_loop_body(graph):
+            return True
+        graph = _tf.outer_graph(graph)
+    return False
+
+
+def at_every_call(graph: Any, action: Callable[[], Any]) -> None:
+    """Does something in Python whenever the tf.function that `graph` belongs to is called."""
+    function = enclosing_function(graph)
+
+    def value() -> tf.Tensor:
+        action()
+        return tf.constant(0)
+
+    with function.as_default():
+        _tf.capture_call_time_value(function, value, tf.TensorSpec([], tf.int32), object())
+
+
 def value_outside_trace(value: Any) -> Any:
     """An initial value of a variable, computed outside the trace it comes from."""
     tracing = current_tracing()

@@ -114,6 +114,15 @@ def collective_in_function(kind: str, function: str, nested: str) -> RuntimeErro
     )
 
 
+def became_local_too_late(variable: str, function: str) -> RuntimeError:
+    return RuntimeError(
+        f"While replica function {function!r} was traced, its replicas turned out to assign different values to variable "
+        f"{variable!r}, so it got a value per replica; but earlier in the same tf.function it was assigned, or read in the "
+        "same loop, as one value for all. Nothing has run yet: call the tf.function again, and it is traced with a value "
+        "per replica from the start."
+    )
+
+
 def initial_value_in_trace(function: str, reason: str) -> RuntimeError:
     return RuntimeError(
         f"Replica function {function!r} creates a variable whose initial value cannot be computed outside it: {reason}. A "

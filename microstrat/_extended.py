@@ -111,9 +111,23 @@ class MicroBatchExtended(_tf.StrategyExtended):
         """
         self._owners[id(variable.rows.handle)] = weakref.ref(variable)
         self._local.append(weakref.ref(variable))
-        for function in list(variable.assumed_shared_by):
+        tracing = _context.current_tracing()
+        active = [] if tracing is None else tracing.functions
+        unfinished = []
+        for function, assumptions in list(variable.assumed_shared_by.items()):
             _tf.forget_traces(function)
+            # What this trace itself assumed, it mends. What the same function did before, in its graph, stays there.
+            earlier = [wrote for trace, wrote in assumptions if trace is None or trace() is not tracing]
+            if tracing is not None and earlier and any(function is known for known in active):
+                unfinished.append(function)
+                if any(earlier) or _context.in_loop(tracing.outer):
+                    variable.assumed_shared_by.clear()
+                    raise _errors.became_local_too_late(variable.name, tracing.function_name)
         variable.assumed_shared_by.clear()
+        if tracing is not None and unfinished:
+            # All replicas' values are still equal when the function runs for the first time, so what it read before is
+            # right this once; from its second call on it must not be used.
+            _context.at_every_call(tracing.outer, lambda: [_tf.forget_traces(function) for function in unfinished])
 
     def local_variables(self) -> list[Any]:
         """Variables that were shared and have got a value per replica."""

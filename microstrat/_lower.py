@@ -153,14 +153,9 @@ class _Emitter:
 
     # --- Emission -----------------------------------------------------------------------------------------------------
     def emit(self, plan: _plan.Plan, varying: Sequence[bool]) -> Any:
-        graph_nodes = self.graph.nodes
         self.plan = plan
         self.varying = varying
         self.sets = [frozenset(stage.nodes) | frozenset(stage.copies) for stage in plan.stages]
-        self._last_write: dict[Any, int] = {}
-        for node, stage in plan.stage.items():
-            for resource in graph_nodes[node].writes:
-                self._last_write[resource] = max(stage, self._last_write.get(resource, -1))
         self._keep_ordering_within_stages()
         for function in _tf.functions(self.inner).values():
             _tf.add_function(self.outer, function)
@@ -237,13 +232,13 @@ class _Emitter:
         return [list(keys) for keys in wanted]
 
     def _must_run(self, stage: int) -> list[tf.Operation]:
-        """Effects, and reads that a later stage's write must not overtake: an inlined call waits for nothing else."""
-        return [
-            self.graph.operations[node]
-            for node in self.sets[stage]
-            if (self.graph.nodes[node].effect and self.graph.nodes[node].required)
-            or self._last_write.get(self.graph.nodes[node].reads, -1) > stage
-        ]
+        """Effects, and reads, which no later write may overtake: an inlined call waits for nothing else."""
+        found = []
+        for index in self.sets[stage]:
+            node = self.graph.nodes[index]
+            if (node.effect and node.required) or not (node.effect or node.pure or node.hub):
+                found.append(self.graph.operations[index])
+        return found
 
     def _outside(self, key: Key) -> tf.Tensor:
         """A uniform tensor of the trace, in the outer graph."""

@@ -224,8 +224,8 @@ def is_control_flow_graph(graph: tf.Graph) -> bool:
     return bool(getattr(graph, "is_control_flow_graph", False))
 
 
-def while_body_type() -> type:
-    return _control_flow_util_v2.WhileBodyFuncGraph
+def is_loop_body(graph: tf.Graph) -> bool:
+    return isinstance(graph, _control_flow_util_v2.WhileBodyFuncGraph)  # no public way to ask
 
 
 def outer_graph(graph: Any) -> tf.Graph | None:

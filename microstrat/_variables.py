@@ -208,7 +208,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
         super().__init__(strategy, values, aggregation, var_policy)  # pyright: ignore[reportCallIssue]
         self.rows = None
-        self.assumed_shared_by: weakref.WeakSet[Any] = weakref.WeakSet()
+        # tf.function -> [(the trace or None, whether it writes)] of those that took the variable for a shared one.
+        self.assumed_shared_by: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -276,10 +277,11 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         self.ensure_rows()
         self.rows.assign(values)
 
-    def _assume_shared(self) -> None:
+    def _assume_shared(self, *, writing: bool) -> None:
         """Notes the functions being traced: they are out of date once the variable gets a value per replica."""
         tracing = _context.current_tracing()
-        self.assumed_shared_by.update(_tf.functions_being_traced() if tracing is None else tracing.functions)
+        for function in _tf.functions_being_traced() if tracing is None else tracing.functions:
+            self.assumed_shared_by.setdefault(function, []).append((tracing and weakref.ref(tracing), writing))
 
     def follow_replica_0(self) -> None:
         """Makes the primary replica 0's value."""
@@ -292,7 +294,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         """
         if tf.executing_eagerly():
             return self._primary
-        self._assume_shared()
+        self._assume_shared(writing=False)
         graph = tf.compat.v1.get_default_graph()
         context = _tf.get_replica_context_of(self._distribute_strategy)
         assert context is not None
@@ -331,7 +333,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             if self.rows is None and tracing is not None and not tracing.varies(value):
                 # The same in all replicas, so one value still does. (Under a condition that varies it would not: that is
                 # found out when the trace is planned.)
-                self._assume_shared()
+                self._assume_shared(writing=True)
                 return update_fn(self._primary, value, **kwargs)
             self.ensure_rows()
             return update_fn(ReplicaView(self), value, **kwargs)
@@ -358,7 +360,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             update_fn(AllReplicasView(self), value, **kwargs)
             return update_fn(self._primary, value, **kwargs)
         if self.may_become_local:
-            self._assume_shared()
+            self._assume_shared(writing=True)
         return super()._update_cross_replica(update_fn, value, **kwargs)
 
     def ensure_rows(self) -> None:

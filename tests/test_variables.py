@@ -92,6 +92,52 @@ def test_functions_without_arguments_traced_before_are_traced_again() -> None:
         assert total.numpy() == 2.0
 
 
+def test_a_read_before_the_run_that_makes_a_variable_each_replicas_own() -> None:
+    strategy = microstrat.MicroBatchStrategy(3)
+    with strategy.scope():
+        own = tf.Variable(1.0, trainable=False)
+
+    @tf.function
+    def both() -> Any:
+        before = strategy.run(lambda: own + 0.0)
+        strategy.run(lambda: own.assign(own * 2.0 + replica_number()))
+        return before
+
+    assert [value.numpy() for value in both().values] == [1.0, 1.0, 1.0]
+    assert [value.numpy() for value in both().values] == [2.0, 3.0, 4.0]
+    assert [value.numpy() for value in both().values] == [4.0, 7.0, 10.0]
+
+
+def test_a_write_before_the_run_that_makes_a_variable_each_replicas_own() -> None:
+    strategy = microstrat.MicroBatchStrategy(2)
+    with strategy.scope():
+        own = tf.Variable(5.0, trainable=False)
+
+    @tf.function
+    def both() -> Any:
+        own.assign(0.0)
+        return strategy.run(lambda: own.assign_add(replica_number()) + 0.0)
+
+    with pytest.raises(RuntimeError, match=r"Nothing has run yet: call the tf\.function again"):
+        both()
+    for _ in range(2):
+        assert [value.numpy() for value in both().values] == [0.0, 1.0]
+
+
+def test_a_run_reads_before_the_next_run_writes() -> None:
+    strategy = microstrat.MicroBatchStrategy(2)
+    with strategy.scope():
+        weight = tf.Variable(tf.ones([256]))
+
+    @tf.function
+    def both() -> Any:
+        before = strategy.run(lambda: weight * 1.0)
+        strategy.run(lambda: weight.assign_add(tf.distribute.get_replica_context().all_reduce("sum", tf.ones([256]))))
+        return strategy.experimental_local_results(before)[1]
+
+    assert [float(both()[0]) for _ in range(4)] == [1.0, 3.0, 5.0, 7.0]
+
+
 def test_cross_replica_assignment_reaches_every_replica() -> None:
     strategy = microstrat.MicroBatchStrategy(3)
     with strategy.scope():
