@@ -53,25 +53,25 @@ from tensorflow.python.util import nest as _nest
 # --- Base classes -----------------------------------------------------------------------------------------------------
 # The public tf.distribute.StrategyExtended lacks the v1 hooks (read_var, call_for_each_replica, broadcast_to) that
 # Keras, optimizers and checkpoints still call on every strategy.
-StrategyExtended = _distribute_lib.StrategyExtendedV1
+StrategyExtended: Any = _distribute_lib.StrategyExtendedV1
 # Keras and tf.distribute recognise distributed variables and per-replica values by isinstance on these.
-PerReplica = _values.PerReplica
-PerReplicaSpec = _values.PerReplicaSpec
-MirroredVariable = _values.MirroredVariable
-SyncOnReadVariable = _values.SyncOnReadVariable
-DistributedVariable = _values.DistributedVariable
-ResourceVariable = _resource_variable_ops.BaseResourceVariable
+PerReplica: Any = _values.PerReplica
+PerReplicaSpec: Any = _values.PerReplicaSpec
+MirroredVariable: Any = _values.MirroredVariable
+SyncOnReadVariable: Any = _values.SyncOnReadVariable
+DistributedVariable: Any = _values.DistributedVariable
+ResourceVariable: Any = _resource_variable_ops.BaseResourceVariable
 # AutoGraph and Keras dispatch `for` loops and fit on these.
 # Keras recognises a distributed dataset by the name and module of one of its base classes.
-DistributedDataset = _input_lib.DistributedDataset
-DistributedIteratorInterface = _distribute_types.DistributedIteratorInterface
-FuncGraph = _func_graph.FuncGraph
+DistributedDataset: Any = _input_lib.DistributedDataset
+DistributedIteratorInterface: Any = _distribute_types.DistributedIteratorInterface
+FuncGraph: Any = _func_graph.FuncGraph
 VARIABLE_VALUE_KEY = _trackable.VARIABLE_VALUE_KEY
 
 # --- Contexts ---------------------------------------------------------------------------------------------------------
 # The update context (inside StrategyExtended.update) has no public accessor.
-UpdateContext = _distribute_lib.UpdateContext
-get_update_replica_id = _distribute_lib.get_update_replica_id
+UpdateContext: Any = _distribute_lib.UpdateContext
+get_update_replica_id: Callable[[], Any] = _distribute_lib.get_update_replica_id
 enter_or_assert_strategy = _distribute_lib.enter_or_assert_strategy
 # Stops gradient tapes: stock merge functions run on another thread, where no tape of the replica records.
 stop_recording = _record.stop_recording
@@ -82,6 +82,10 @@ in_sync_on_read_context = _distribute_lib.in_variable_sync_on_read_context
 in_xla_context = _control_flow_util.GraphOrParentsInXlaContext
 canonicalize_device = _device_util.canonicalize
 host_for_device = _device_util.get_host_for_device
+
+
+def _eager_context() -> Any:
+    return _context.context()
 
 
 def is_tf_function(fn: Any) -> bool:
@@ -172,7 +176,7 @@ def summary_state() -> Any:
 
 def eager_op_callbacks() -> Any:
     """The thread's eager op callbacks (tf.debugging); replica threads must inherit them."""
-    return _context.context()._thread_local_data
+    return _eager_context()._thread_local_data
 
 
 # AutoGraph converts whatever converted user code calls, this package too; a rule is the only way to exempt a package.
@@ -192,7 +196,7 @@ class _ReplicaGraph(_func_graph.FuncGraph):
         self.cross_replica_ops: set[tf.Operation] = set()
 
     def _create_op_internal(self, *args: Any, **kwargs: Any) -> Any:
-        op = super()._create_op_internal(*args, **kwargs)
+        op: Any = super()._create_op_internal(*args, **kwargs)
         if self.cross_replica_depth:
             self.cross_replica_ops.add(op)
         return op
@@ -345,10 +349,11 @@ def graph_to_function(
             None,
             "",
         )
-    context = _context.context()
+    context = _eager_context()
     context.add_c_function(function)
     _session.TF_DeleteFunction(function)
-    return _atomic_function.AtomicFunction(
+    make: Any = _atomic_function.AtomicFunction
+    return make(
         name.encode(),
         context,
         function_type=None,  # only needed to call the function from Python, which nothing does
