@@ -79,12 +79,21 @@ def _lower(trace: _trace.Trace, graph: _trace.Graph, varying: list[bool], num_re
 
 @dataclasses.dataclass(slots=True)
 class _LoopVariable:
-    """One value that a loop carries: where it enters the body, where it starts, where it leaves the body."""
+    """One value that a loop carries.
+
+    Attributes:
+      inner: where it enters the body.
+      start: what it is before the first replica.
+      after: where it leaves the body.
+      shape: what is known of its shape in all iterations.
+      finish: takes the value after the last replica.
+    """
 
     inner: tf.Tensor
     start: tf.Tensor
     after: tf.Tensor
     shape: tf.TensorShape
+    finish: Callable[[tf.Tensor], None]
 
 
 class _Emitter:
@@ -285,14 +294,15 @@ class _Emitter:
         kept = list(dict.fromkeys([key for key in wanted if self.varying[key[0]]] + here))
         if not self.sets[stage] and not markers and not kept:
             return
-        self.results: list[Callable[[tf.Tensor], None]] = []
         variables: list[_LoopVariable] = []
         before = len(self.inner.get_operations())
         with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
             one = tf.constant(1)
-            variables.append(_LoopVariable(self.replica_id, self._const(0), self.replica_id + one, tf.TensorShape([])))
+            next_id = self.replica_id + one
+            variables.append(
+                _LoopVariable(self.replica_id, self._const(0), next_id, tf.TensorShape([]), lambda _: None)
+            )
             condition = self.replica_id < self.num_replicas
-            self.results.append(lambda _: None)
             for marker in markers:
                 variables.append(self._collective_variable(marker))
             for key in kept:
@@ -323,8 +333,8 @@ class _Emitter:
         _tf.set_loop_attributes(op, len(results))
         self._read_only(op, inputs, stage)
         self.previous = [op]
-        for finish, result in zip(self.results, results[: len(variables)], strict=True):
-            finish(result)
+        for variable, result in zip(variables, results[: len(variables)], strict=True):
+            variable.finish(result)
 
     def _home_loop(self, key: Key) -> int:
         """The loop that computes a varying tensor; the replica id and other arguments exist in every loop."""
@@ -356,8 +366,8 @@ class _Emitter:
             result.set_shape(marker.outputs[0].shape)
             self.env[key] = result
 
-        self.results.append(finish)
-        return _LoopVariable(accumulator, start, after, shape if shape.is_fully_defined() else _UNKNOWN_SHAPE)
+        known = shape if shape.is_fully_defined() else _UNKNOWN_SHAPE
+        return _LoopVariable(accumulator, start, after, known, finish)
 
     def _concat_variable(self, source: tf.Tensor, axis: int, shape: tf.TensorShape, key: Key) -> _LoopVariable:
         rank = source.shape.rank
@@ -365,7 +375,6 @@ class _Emitter:
             axis += rank
         order = [axis, *(dim for dim in range(rank or 0) if dim != axis)]
         moved = tf.transpose(source, order) if axis else source
-        variable = self._new_list(moved)
 
         def finish(result: tf.Tensor) -> None:
             joined = self._join(result, moved.dtype, moved.shape)
@@ -374,17 +383,15 @@ class _Emitter:
             joined.set_shape(shape)
             self.env[key] = joined
 
-        self.results.append(finish)
-        return variable
+        return self._new_list(moved, finish)
 
     def _list_variable(self, key: Key) -> _LoopVariable:
         def finish(result: tf.Tensor) -> None:
             self.lists[key] = result
 
-        self.results.append(finish)
-        return self._new_list(self.tensor(key))
+        return self._new_list(self.tensor(key), finish)
 
-    def _new_list(self, element: tf.Tensor) -> _LoopVariable:
+    def _new_list(self, element: tf.Tensor, finish: Callable[[tf.Tensor], None]) -> _LoopVariable:
         handle = tf.compat.v1.placeholder(tf.variant, [])
         after = tf.raw_ops.TensorListSetItem(input_handle=handle, index=self.replica_id, item=element)
         with self.outer.as_default():
@@ -393,7 +400,7 @@ class _Emitter:
                 num_elements=self.num_replicas,
                 element_dtype=element.dtype,
             )
-        return _LoopVariable(handle, start, after, tf.TensorShape([]))
+        return _LoopVariable(handle, start, after, tf.TensorShape([]), finish)
 
     def _join(self, handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
         """The elements of a tensor list, concatenated along their first axis."""
