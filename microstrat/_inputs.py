@@ -49,7 +49,7 @@ def _wrap_spec(strategy: Any, element_spec: Any) -> Any:
     )
 
 
-class VirtualDistributedIterator(tf.__internal__.CompositeTensor, _tf.DistributedIteratorInterface):
+class VirtualDistributedIterator(_tf.CompositeTensor, _tf.DistributedIteratorInterface):
     """Iterator over global batches: a tf.distribute.DistributedIterator."""
 
     def __init__(self, strategy: Any, source: Any):

@@ -66,6 +66,8 @@ ResourceVariable: Any = _resource_variable_ops.BaseResourceVariable
 DistributedDataset: Any = _input_lib.DistributedDataset
 DistributedIteratorInterface: Any = _distribute_types.DistributedIteratorInterface
 FuncGraph: Any = _func_graph.FuncGraph
+# What may be an argument of a tf.function; tf.experimental.ExtensionType can't hold an iterator.
+CompositeTensor: Any = tf.__internal__.CompositeTensor
 VARIABLE_VALUE_KEY = _trackable.VARIABLE_VALUE_KEY
 
 # --- Contexts ---------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def _as_output(value: Any) -> Any:
 
 
 def _is_composite(value: Any) -> bool:
-    return isinstance(value, tf.__internal__.CompositeTensor)
+    return isinstance(value, _tf.CompositeTensor)
 
 
 def _see_through_identity_n(graph: Any, leaves: tuple[Any, ...]) -> None:

@@ -39,6 +39,7 @@ def test_imports_go_one_way(module: str) -> None:
 @pytest.mark.parametrize("module", [layer for layer in LAYERS if layer != "_tf"])
 def test_private_tensorflow_stays_behind_the_boundary(module: str) -> None:
     assert not {name for name in imports(PACKAGE / f"{module}.py") if name.startswith("tensorflow.")}
+    assert "__internal__" not in (PACKAGE / f"{module}.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("module", ["_errors", "_plan"])
