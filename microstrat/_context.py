@@ -141,9 +141,7 @@ class Tracing:
             lengths = self.collect(Collective("concat"), tf.shape(tensor)[:1])
             lengths.set_shape([self.num_replicas])
             return tuple(tf.split(flat, lengths, num=self.num_replicas))
-        raise NotImplementedError(
-            f"The local results of a tensor of unknown rank ({tensor.name}) are not supported in a merge function."
-        )
+        raise _errors.local_results_of_unknown_rank(tensor.name)
 
     def refuse_nested_function(self) -> None:
         """A nested tf.function that holds a collective is traced again, inline."""

@@ -81,6 +81,37 @@ def varying_write(variable: str, function: str | None, operation: str, where: st
     )
 
 
+def no_cross_replica_value(variable: str) -> ValueError:
+    return ValueError(
+        f"Variable {variable!r} has synchronization=ON_READ and aggregation=NONE: it has one value per replica and no "
+        "way to make one of them, so it can only be read inside a replica function. Give it an aggregation."
+    )
+
+
+def sum_changed_outside(variable: str, method: str) -> ValueError:
+    return ValueError(
+        f"Variable {variable!r} (ON_READ, aggregation SUM) does not support `{method}` in cross-replica context: the sum "
+        "could be spread over the replicas in many ways. Use `assign`, or do it in a replica function."
+    )
+
+
+def synchronization_none(variable: Any) -> ValueError:
+    return ValueError(
+        "`NONE` variable synchronization mode is not supported with tf.distribute strategy. Please change the "
+        f"`synchronization` for variable: {variable}"
+    )
+
+
+def invalid_variable_mode(argument: str, value: Any, variable: Any) -> ValueError:
+    return ValueError(f"Invalid variable {argument} mode: {value} for variable: {variable}")
+
+
+def local_results_of_unknown_rank(tensor: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"The local results of a tensor of unknown rank ({tensor}) are not supported in a merge function."
+    )
+
+
 def scatter_on_local(variable: str, method: str) -> NotImplementedError:
     return NotImplementedError(
         f"{method} on variable {variable!r}, which has a value per replica, is not supported: assign the whole value."

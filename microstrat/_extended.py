@@ -70,21 +70,16 @@ class MicroBatchExtended(_tf.StrategyExtended):
         device = getattr(colocate_with, "device", None) if not isinstance(colocate_with, tf.Variable) else None
         synchronization = kwargs.get("synchronization", tf.VariableSynchronization.AUTO)
         if synchronization == tf.VariableSynchronization.NONE:
-            raise ValueError(
-                "`NONE` variable synchronization mode is not supported with tf.distribute strategy. Please change the "
-                f"`synchronization` for variable: {kwargs.get('name')}"
-            )
+            raise _errors.synchronization_none(kwargs.get("name"))
         if synchronization not in (
             tf.VariableSynchronization.AUTO,
             tf.VariableSynchronization.ON_READ,
             tf.VariableSynchronization.ON_WRITE,
         ):
-            raise ValueError(
-                f"Invalid variable synchronization mode: {synchronization} for variable: {kwargs.get('name')}"
-            )
+            raise _errors.invalid_variable_mode("synchronization", synchronization, kwargs.get("name"))
         aggregation = kwargs.get("aggregation", tf.VariableAggregation.NONE)
         if aggregation not in tuple(tf.VariableAggregation):
-            raise ValueError(f"Invalid variable aggregation mode: {aggregation} for variable: {kwargs.get('name')}")
+            raise _errors.invalid_variable_mode("aggregation", aggregation, kwargs.get("name"))
         on_read = synchronization == tf.VariableSynchronization.ON_READ
         kwargs["synchronization"] = synchronization if on_read else tf.VariableSynchronization.ON_WRITE
         kwargs.pop("caching_device", None)
@@ -137,7 +132,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         """This strategy's variable behind a resource handle, or None."""
         reference = self._owners.get(id(handle))
         variable = reference() if reference is not None else None
-        if variable is None or (variable.components()[0].handle is not handle and not variable.handle_is_rows(handle)):
+        if variable is None or (variable.primary.handle is not handle and not variable.handle_is_rows(handle)):
             return None
         return variable
 

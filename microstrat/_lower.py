@@ -27,16 +27,9 @@ _UNKNOWN_SHAPE = _tf.unknown_shape()
 Key = tuple[int, int]  # (node id, output index): one tensor of the trace
 
 
-@dataclasses.dataclass(slots=True)
-class Lowered:
-    """What became of the last replica function on this thread; for structure tests and `explain`."""
-
-    plan: _plan.Plan
-    num_operations: int
-
-
-def last_lowered() -> Lowered | None:
-    return getattr(_last, "lowered", None)
+def last_plan() -> _plan.Plan | None:
+    """The plan of the last replica function lowered on this thread, for structure tests."""
+    return getattr(_last, "plan", None)
 
 
 def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Any:
@@ -62,6 +55,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
             break
         for owner in local:
             owner.ensure_rows()
+        _tf.dismantle(trace.tracing.graph)
     result = _lower(trace, graph, varying, num_replicas, device)
     _tf.dismantle(trace.tracing.graph)
     return result
@@ -73,7 +67,7 @@ def _lower(trace: _trace.Trace, graph: _trace.Graph, varying: list[bool], num_re
     varying = varying + [False] * (len(graph.nodes) - len(varying))
     plan = _plan.plan(graph.nodes, varying)
     result = emitter.emit(plan, varying)
-    _last.lowered = Lowered(plan, len(graph.operations))
+    _last.plan = plan
     return result
 
 
@@ -193,25 +187,15 @@ class _Emitter:
         return self.varying[self.graph.ids[tensor.op]]
 
     def _keep_ordering_within_stages(self) -> None:
-        """Drops control edges that leave a stage: the stages themselves are in order."""
-        for index, members in enumerate(self.sets):
-            copies = frozenset(self.plan.stages[index].copies)
+        """Drops control edges that leave a stage (stages are in order), and those of copies, which stand in several."""
+        copied = frozenset(itertools.chain.from_iterable(stage.copies for stage in self.plan.stages))
+        for members in self.sets:
             for node in members:
                 op = self.graph.operations[node]
-                if not op.control_inputs:
-                    continue
-                kept = [
-                    before
-                    for before in op.control_inputs
-                    if node not in copies and self.graph.ids[before] in members and not self._is_copied(node)
-                ]
-                if len(kept) != len(op.control_inputs):
+                before = op.control_inputs
+                kept = [] if node in copied else [other for other in before if self.graph.ids[other] in members]
+                if len(kept) != len(before):
                     _tf.set_control_inputs(op, kept)
-
-    def _is_copied(self, node: int) -> bool:
-        if not hasattr(self, "_copied"):
-            self._copied = frozenset(itertools.chain.from_iterable(stage.copies for stage in self.plan.stages))
-        return node in self._copied
 
     def _external_keys(self, stage: int) -> list[Key]:
         """Tensors that a stage's operations read and do not compute, arguments included; in a fixed order."""

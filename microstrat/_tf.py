@@ -40,7 +40,6 @@ from tensorflow.python.framework import func_graph as _func_graph
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import tensor_conversion_registry as _conversion
-from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops
@@ -81,7 +80,6 @@ tape_is_recording = _record.could_possibly_record
 # True while a SavedModel without distributed variables is written; variables then act as their one saved copy.
 is_saving_non_distributed = _values_util.is_saving_non_distributed
 in_sync_on_read_context = _distribute_lib.in_variable_sync_on_read_context
-in_xla_context = _control_flow_util.GraphOrParentsInXlaContext
 canonicalize_device = _device_util.canonicalize
 host_for_device = _device_util.get_host_for_device
 
@@ -393,10 +391,6 @@ def set_loop_attributes(op: tf.Operation, num_outputs: int) -> None:
 # --- Variables --------------------------------------------------------------------------------------------------------
 def variable_creator_scope(creator: Callable[..., Any]) -> Any:
     return _variable_scope.variable_creator_scope(creator)  # the tf.* export rejects some distributed kwargs
-
-
-def variable_accessed(variable: Any) -> None:
-    _resource_variable_ops.variable_accessed(variable)
 
 
 def register_conversion(cls: type, function: Callable[..., Any]) -> None:

@@ -108,12 +108,12 @@ class ReplicaView:
     def _scatter_rows(self, method: str, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
         """Scatters into this replica's value, as scatter_* of a variable of that value would."""
         del args, kwargs
-        update = getattr(tf, _SCATTERS[method]) if method in _SCATTERS else None
+        if method not in _SCATTERS:
+            raise _errors.scatter_on_local(self.name, method)
+        update = getattr(tf, _SCATTERS[method])
         indices = tf.reshape(sparse_delta.indices, [-1, 1])
-        current = self.read_value()
-        if update is not None:
-            return self.assign(update(current, indices, tf.convert_to_tensor(sparse_delta.values, self.dtype)))
-        raise _errors.scatter_on_local(self.name, method)
+        values = tf.convert_to_tensor(sparse_delta.values, self.dtype)
+        return self.assign(update(self.read_value(), indices, values))
 
 
 def _delegate_operators(cls: type) -> None:
@@ -171,15 +171,33 @@ class _PerReplicaRows:
 
     rows: Any
     has_primary: bool
+    _primary: Any
     _distribute_strategy: Any
+    _get_cross_replica: Callable[[], tf.Tensor]
 
     @property
     def num_replicas(self) -> int:
         return self._distribute_strategy.num_replicas_in_sync
 
-    def components(self) -> tuple[Any, ...]:
-        """The one resource variable it was made of."""
-        return self.__dict__["_values"]
+    @property
+    def primary(self) -> Any:
+        """The resource variable it was made of: the one value (replica 0's, once there are rows), or the rows themselves."""
+        return self._primary
+
+    def handle_is_rows(self, handle: tf.Tensor) -> bool:
+        return self.rows is not None and handle is self.rows.handle
+
+    def _get_replica(self, replica_id: int) -> Any:
+        if self.rows is None:
+            return self._primary
+        tracing = _context.current_tracing()
+        return ReplicaView(self, replica_id if tracing is None else tracing.replica_id)
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        raise NotImplementedError("replaced by _serialize_to_tensors")
 
     def read_row(self, replica_id: Any) -> tf.Tensor:
         return tf.raw_ops.ResourceGather(resource=self.rows.handle, indices=replica_id, dtype=self.rows.dtype)
@@ -219,20 +237,12 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return tuple(tf.unstack(self.rows.read_value(), num=self.num_replicas))
 
     @property
-    def primary(self) -> Any:
-        """The one variable; once there are rows, it has replica 0's value."""
-        return self._primary
-
-    @property
     def handle(self) -> tf.Tensor:
         context = _tf.get_replica_context_of(self._distribute_strategy)
         if self._aggregation == tf.VariableAggregation.NONE and not self.trainable and tf.executing_eagerly():
             if isinstance(context, _context.ReplicaContext):
                 context.will_use_handle(self)
         return self._primary.handle
-
-    def handle_is_rows(self, handle: tf.Tensor) -> bool:
-        return self.rows is not None and handle is self.rows.handle
 
     @property
     def may_become_local(self) -> bool:
@@ -242,12 +252,6 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             and not self.trainable
             and self.num_replicas > 1
         )
-
-    def _get_replica(self, replica_id: int) -> Any:
-        if self.rows is None:
-            return self._primary
-        tracing = _context.current_tracing()
-        return ReplicaView(self, replica_id if tracing is None else tracing.replica_id)
 
     def _get(self) -> Any:
         if _tf.is_saving_non_distributed():
@@ -393,18 +397,12 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
                 dtype=self.dtype,
             )
 
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
-
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
         value = restored_tensors[_tf.VARIABLE_VALUE_KEY]
         written = [self._primary.assign(value, read_value=False)]
         if self.rows is not None:
             written.append(AllReplicasView(self).assign(value))
         return tf.group(*[op for op in written if op is not None])
-
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        raise NotImplementedError("replaced by _serialize_to_tensors")
 
 
 class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
@@ -427,9 +425,6 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
     def handle(self) -> tf.Tensor:
         return self.rows.handle
 
-    def handle_is_rows(self, handle: tf.Tensor) -> bool:
-        return handle is self.rows.handle
-
     @property
     def values(self) -> tuple[Any, ...]:
         """Each replica's own value."""
@@ -438,10 +433,6 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
     @property
     def initial_value(self) -> Any:
         return self.rows.initial_value[0]
-
-    def _get_replica(self, replica_id: int) -> Any:
-        tracing = _context.current_tracing()
-        return ReplicaView(self, replica_id if tracing is None else tracing.replica_id)
 
     def _get(self) -> Any:
         if not _tf.is_saving_non_distributed() and self.in_own_replica_context():
@@ -460,10 +451,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
             return self.read_row(0)
         if _tf.is_saving_non_distributed():
             return self.read_row(0)
-        raise ValueError(
-            f"Variable {self.name!r} has synchronization=ON_READ and aggregation=NONE: it has one value per replica and no "
-            "way to make one of them, so it can only be read inside a replica function. Give it an aggregation."
-        )
+        raise _errors.no_cross_replica_value(self.name)
 
     def value(self) -> tf.Tensor:
         if _tf.in_sync_on_read_context():
@@ -493,11 +481,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
                 return getattr(view, method)(value, use_locking, name, read_value)
             if self._aggregation == tf.VariableAggregation.SUM:
                 if method != "assign":
-                    raise ValueError(
-                        f"Variable {self.name!r} (ON_READ, aggregation SUM) does not support `{method}` in cross-replica "
-                        "context: the sum could be spread over the replicas in many ways. Use `assign`, or do it in a "
-                        "replica function."
-                    )
+                    raise _errors.sum_changed_outside(self.name, method)
                 # The sum must come back when it is read: each replica gets an equal part, as tf.distribute does it.
                 value = tf.cast(tf.convert_to_tensor(value) / self.num_replicas, self.dtype)
             return self.assign_all_rows(method, value, read_value)
@@ -514,17 +498,11 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
     def _as_graph_element(self) -> Any:
         return _tf.as_graph_element(tf.convert_to_tensor(self._get()))
 
-    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
-
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
         value = restored_tensors[_tf.VARIABLE_VALUE_KEY]
         if self._aggregation == tf.VariableAggregation.SUM:
             value = tf.cast(value / self.num_replicas, self.dtype)
         return AllReplicasView(self).assign(value)
-
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        raise NotImplementedError("replaced by _serialize_to_tensors")
 
 
 def _may_be_nan(value: Any) -> bool:

@@ -49,9 +49,9 @@ class Step:
         dataset = tf.data.Dataset.from_tensors((tf.zeros((rows, *shape)), tf.zeros((rows,), tf.int32)))
         self.batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
         self.function = train.get_concrete_function(*self.batch)
-        lowered = _lower.last_lowered()
-        assert lowered is not None
-        self.plan = lowered.plan
+        plan = _lower.last_plan()
+        assert plan is not None
+        self.plan = plan
 
 
 def all_nodes(function: Any) -> list[Any]:

@@ -124,12 +124,11 @@ def nested_function(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
-@program()
-def nested_function_with_gradient(strategy: tf.distribute.Strategy) -> Any:
-    """The tape and the collective-free gradient inside the nested function."""
+def _train_by_nested_function(strategy: tf.distribute.Strategy, **options: Any) -> Any:
+    """Training whose tape and gradient stand in a tf.function, made with `options`, inside the replica function."""
     model, optimizer = _made(strategy)
 
-    @tf.function
+    @tf.function(**options)
     def gradients_of(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = _loss(y, model(x, training=True))
@@ -144,6 +143,12 @@ def nested_function_with_gradient(strategy: tf.distribute.Strategy) -> Any:
     data = strategy.experimental_distribute_dataset(_data())
     losses = [local(strategy, step(inputs)) for _ in range(5) for inputs in data]
     return {"losses": losses, "weights": by_path(model.variables)}
+
+
+@program()
+def nested_function_with_gradient(strategy: tf.distribute.Strategy) -> Any:
+    """The tape and the collective-free gradient inside the nested function."""
+    return _train_by_nested_function(strategy)
 
 
 @program()
@@ -544,20 +549,4 @@ def local_state_in_control_flow(strategy: tf.distribute.Strategy) -> Any:
 @program(replicas=(2,), eager=(), why="run eagerly, it is not compiled, and rounds differently")
 def nested_compiled_function(strategy: tf.distribute.Strategy) -> Any:
     """XLA inside the replica function."""
-    model, optimizer = _made(strategy)
-
-    @tf.function(jit_compile=True)
-    def gradients_of(x: Any, y: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = _loss(y, model(x, training=True))
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    def replica_step(x: Any, y: Any) -> tf.Tensor:
-        loss, gradients = gradients_of(x, y)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    step = tf.function(lambda inputs: strategy.run(replica_step, args=inputs))
-    data = strategy.experimental_distribute_dataset(_data())
-    losses = [local(strategy, step(inputs)) for _ in range(5) for inputs in data]
-    return {"losses": losses, "weights": by_path(model.variables)}
+    return _train_by_nested_function(strategy, jit_compile=True)
