@@ -2,7 +2,8 @@
 
 from microstrat._scope import scope
 from microstrat._strategy import MicroBatchStrategy
+from microstrat._whole import set_weight
 
-__all__ = ["MicroBatchStrategy", "__version__", "scope"]
+__all__ = ["MicroBatchStrategy", "__version__", "scope", "set_weight"]
 
 __version__ = "0.1.0"

@@ -15,6 +15,7 @@ from microstrat import _branches, _errors, _kinds, _tf, _values
 
 _thread = threading.local()
 _REPLICA_ID = _tf.CallTimeKey(("replica id",))
+_TURN = _tf.CallTimeKey(("turn",))
 
 
 def current_tracing() -> Tracing | None:
@@ -42,7 +43,9 @@ class Tracing:
     Attributes:
       graph: the FuncGraph it runs in.
       outer: the graph that the result goes to.
-      replica_id: int32 scalar placeholder, the id of the replica whose turn it is.
+      turns: how often the loop goes round.
+      turn: int32 scalar placeholder, which time it is.
+      replica_id: int32 scalar, the id of the replica whose turn it is.
       collectives: marker operation -> what it stands for. A marker passes its input through, so that the trace stays an
         ordinary graph; the lowering replaces it.
       cuts: operations that cut a replica's share out of an argument; cheap, so repeated rather than kept.
@@ -50,10 +53,24 @@ class Tracing:
       lifted: whether a collective stood in a branch, and was lifted out of it.
       functions: the tf.functions whose traces this one becomes part of.
       restart: why the trace must start again, if it must.
+      draws_per_turn: whether random draws, prints and the like happen every turn, whatever they depend on.
+      rows_per_turn: whether each turn has its own row of a variable with a value per replica.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, function_name: str, outer: tf.Graph, *, inline: bool):
+    draws_per_turn = True
+    rows_per_turn = True
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        function_name: str,
+        outer: tf.Graph,
+        *,
+        turns: _values.Turns,
+        inline: bool,
+    ):
         self.strategy = strategy
+        self.turns = turns
         self.function_name = function_name
         self.outer = outer
         self.inline = inline
@@ -69,7 +86,8 @@ class Tracing:
         self.restart: str | None = None
         self.redirected: list[tuple[tf.Tensor, tf.Tensor]] = []
         with self.graph.as_default():
-            self.replica_id = tf.compat.v1.placeholder(tf.int32, [], name="replica_id")
+            self.turn = tf.compat.v1.placeholder(tf.int32, [], name="turn")
+            self.replica_id = self._replica_id()
 
     def __enter__(self) -> Tracing:
         if not hasattr(_thread, "tracings"):
@@ -83,6 +101,42 @@ class Tracing:
     @property
     def num_replicas(self) -> int:
         return self.strategy.num_replicas_in_sync
+
+    def _replica_id(self) -> tf.Tensor:
+        return self.turn
+
+    def context(self) -> SymbolicReplicaContext:
+        """The replica context that the replica function runs in."""
+        return SymbolicReplicaContext(self)
+
+    def active(self) -> Any:
+        """What else must be in force while the replica function runs."""
+        return contextlib.nullcontext()
+
+    def result_weights(self) -> tf.Tensor | None:
+        """Float32 [most], what the results of each turn weigh in a mean, if the replica function has said so."""
+
+    def weights_of_turns(self) -> tf.Tensor | None:
+        """Float32 [most], what the results of each turn weigh in a mean otherwise; None if all the same."""
+        return self.turns.happen()
+
+    def concatenated(self, flat: tf.Tensor, lengths: tf.Tensor) -> _values.PerReplica:
+        """Returned values of different lengths, joined."""
+        return _values.Concatenated(self.turns.most, flat, lengths)
+
+    def writes_in_order(self, op: tf.Operation, owner: Any) -> bool:
+        """Whether turns write a resource one after another, each seeing what those before it left there.
+
+        Args:
+          op: the operation that writes.
+          owner: the strategy's variable that it writes, or None if the resource is somebody else's.
+        """
+        del op
+        return owner is None
+
+    def uniform_sum(self, value: tf.Tensor) -> tf.Tensor:
+        """The sum over all turns of a value that is the same in all."""
+        return value if self.turns.running == 1 else value * tf.cast(self.turns.running, value.dtype)
 
     def collect(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
         """Leaves a marker that stands for a collective over `tensor`, and returns its result."""
@@ -111,8 +165,12 @@ class Tracing:
         else:
             total = self.collect(Collective("sum"), tf.convert_to_tensor(value))
         if reduce_op == tf.distribute.ReduceOp.MEAN:
-            return _values.divide_by_replicas(total, self.num_replicas)
+            return _values.divide_by_replicas(total, self.turns.running)
         return total
+
+    def reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
+        """The gradient of `reduce`: the all-reduce of the gradients."""
+        return [self.reduce(reduce_op, gradient) for gradient in gradients]
 
     def first(self, value: Any) -> Any:
         """Replica 0's value."""
@@ -121,6 +179,15 @@ class Tracing:
             value,
             expand_composites=True,
         )
+
+    def gather(self, value: tf.Tensor, axis: int) -> tf.Tensor:
+        """All replicas' values, concatenated along `axis`, replica 0 first."""
+        return self.collect(Collective("concat", axis), value)
+
+    def combine_write(self, variable: Any, method: str, value: Any) -> Any:
+        """What `variable.method(value)` in the replica function is to assign."""
+        del variable, method
+        return value
 
     def all_values(self, value: Any) -> tuple[Any, ...]:
         """All N replicas' values of one value of the trace."""
@@ -200,9 +267,9 @@ class Tracing:
         return self._varies[value.op]
 
     def _varies_itself(self, op: tf.Operation) -> bool:
-        if op is self.replica_id.op:
+        if op is self.turn.op:
             return True
-        return self.kinds.has_own_state(op) and op not in self.graph.cross_replica_ops
+        return self.draws_per_turn and self.kinds.has_own_state(op) and op not in self.graph.cross_replica_ops
 
     def _sources_of(self, op: tf.Operation) -> list[tf.Operation]:
         if op in self.collectives:
@@ -210,7 +277,7 @@ class Tracing:
         if op.graph is self.graph or op.type != "Placeholder":
             return [tensor.op for tensor in op.inputs if hasattr(tensor, "op")]
         # An argument of a branch or loop: captured from further out, or a loop variable, which may be anything.
-        outer = next((outer for outer, inner in op.graph.captures if inner.op is op), self.replica_id)
+        outer = next((outer for outer, inner in op.graph.captures if inner.op is op), self.turn)
         return [outer.op] if isinstance(getattr(outer, "graph", None), _tf.FuncGraph) else []
 
     def adopt_local_state(self, primary: Any, read: Callable[[], tf.Tensor]) -> None:
@@ -256,8 +323,16 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """The replica's id in `_graph()`."""
         raise NotImplementedError
 
+    def _own_turn(self) -> Any:
+        """Which turn of the loop it is, in `_graph()`."""
+        return self._own_id()
+
     def _reduce_flat(self, reduce_op: tf.distribute.ReduceOp, flat: list[Any]) -> list[Any]:
         raise NotImplementedError
+
+    def _reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
+        """The gradient of an all-reduce."""
+        return self.all_reduce(reduce_op, gradients)
 
     def will_use_handle(self, variable: Any) -> None:
         """Hook: the replica may write `variable` through its handle, past the variable's own methods."""
@@ -289,24 +364,33 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         @tf.custom_gradient
         def reduce(*parts: Any) -> Any:
             reduced = self._reduce_flat(reduce_op, list(parts))
-            return reduced, lambda *gradients: self.all_reduce(reduce_op, list(gradients))
+            return reduced, lambda *gradients: self._reduce_gradient(reduce_op, list(gradients))
 
         return tf.nest.pack_sequence_as(value, reduce(*flat))
 
 
 def live_replica_id() -> Any:
     """The current replica's id as a tensor of the current graph (an eager tensor outside graphs)."""
+    return _live(lambda context: context._own_id(), live_replica_id, _REPLICA_ID)  # noqa: SLF001 - this module's own class
+
+
+def live_turn() -> Any:
+    """Which turn of the loop it is, as a tensor of the current graph (an eager tensor outside graphs)."""
+    return _live(lambda context: context._own_turn(), live_turn, _TURN)  # noqa: SLF001 - this module's own class
+
+
+def _live(get: Callable[[ReplicaContext], Any], again: Callable[[], Any], key: _tf.CallTimeKey) -> Any:
     context = tf.distribute.get_replica_context()
     if not isinstance(context, ReplicaContext):
         return tf.constant(0)
     if tf.executing_eagerly():
-        return context._own_id()  # noqa: SLF001 - this module's own class
+        return get(context)
     graph = tf.compat.v1.get_default_graph()
     function = enclosing_function(graph, context._graph())  # noqa: SLF001
     if function is None:
-        return context._own_id()  # noqa: SLF001
+        return get(context)
     with function.as_default():
-        return _tf.capture_call_time_value(function, live_replica_id, tf.TensorSpec([], tf.int32), _REPLICA_ID)
+        return _tf.capture_call_time_value(function, again, tf.TensorSpec([], tf.int32), key)
 
 
 class SymbolicReplicaContext(ReplicaContext):
@@ -321,6 +405,21 @@ class SymbolicReplicaContext(ReplicaContext):
 
     def _own_id(self) -> Any:
         return self.tracing.replica_id
+
+    def _own_turn(self) -> Any:
+        return self.tracing.turn
+
+    def _reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
+        flat = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        if not _tf.tape_is_recording():
+            return self.tracing.reduce_gradient(reduce_op, flat)
+
+        @tf.custom_gradient
+        def reduce(*parts: Any) -> Any:
+            # The gradient of a sum over replicas is one again; that of its weighted form, the weighted sum.
+            return self.tracing.reduce_gradient(reduce_op, list(parts)), lambda *g: self.all_reduce(reduce_op, list(g))
+
+        return reduce(*flat)
 
     @property
     def devices(self) -> tuple[str, ...]:

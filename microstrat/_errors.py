@@ -45,6 +45,26 @@ def bad_semantics(value: Any) -> ValueError:
     return ValueError(f"semantics must be 'replicas' or 'whole_batch', not {value!r}.")
 
 
+def bad_loss_reduction(value: Any) -> ValueError:
+    return ValueError(
+        f"loss_reduction must be 'mean' (losses are means over rows) or 'sum' (losses are sums over rows), not {value!r}."
+    )
+
+
+def only_for_whole_batch(argument: str) -> ValueError:
+    return ValueError(
+        f"{argument} is for semantics='whole_batch'. With semantics='replicas', the number of micro-batches is the number of "
+        "replicas, and the code scales its own loss, as with tf.distribute.MirroredStrategy."
+    )
+
+
+def neither_replicas_nor_micro_batches() -> ValueError:
+    return ValueError(
+        "microstrat.scope needs micro_batches=n, for code written for one device, or replicas=N, for code written for "
+        "several (tf.distribute.MirroredStrategy), or both: N replicas, each with n micro-batches."
+    )
+
+
 def not_yet(what: str) -> NotImplementedError:
     return NotImplementedError(f"{what} is not implemented yet.")
 
@@ -240,4 +260,106 @@ def different_number_of_variables(replica: int, name: Any) -> RuntimeError:
     return RuntimeError(
         f"Replica {replica} creates variable {name!r}, which replica 0 did not create. A variable made in a replica "
         "function is one variable for all replicas, so each replica must make the same ones in the same order."
+    )
+
+
+# --- Whole-batch semantics ----------------------------------------------------------------------------------------------
+def weight_not_scalar(shape: Any) -> ValueError:
+    return ValueError(
+        f"microstrat.set_weight takes one number for the micro-batch (its tokens, say), not a tensor of shape {shape}. "
+        "Sum it first: microstrat.set_weight(tf.reduce_sum(mask))."
+    )
+
+
+def weight_too_late(function: str) -> RuntimeError:
+    return RuntimeError(
+        f"Replica function {function!r} calls microstrat.set_weight after a gradient, a mean or a masked loss has been "
+        "weighted by rows. Call it first, before the loss."
+    )
+
+
+def weight_for_replicas() -> RuntimeError:
+    return RuntimeError(
+        "microstrat.set_weight was called in a replica function of several replicas without micro-batches. It weighs "
+        "micro-batches of one replica (microstrat.scope(micro_batches=n)). Between replicas the code itself scales its loss: "
+        "divide the sum by the weight of all, tf.distribute.get_replica_context().all_reduce('SUM', weight)."
+    )
+
+
+def gradient_of_inner_mean(function: str) -> str:
+    return (
+        f"Replica function {function!r} takes the gradient of a single number by tensors of the micro-batch. The number is "
+        "taken to be a mean over rows, as loss_reduction='mean' declares, so the gradient is that of the whole batch's mean. "
+        "If it is a sum (of a critic's outputs, in a gradient penalty), take the gradient of the tensor before the sum: it "
+        "is the same, and needs no such guess."
+    )
+
+
+def cannot_combine(variable: str, dtype: str, function: str) -> RuntimeError:
+    return RuntimeError(
+        f"Replica function {function!r} assigns a value that depends on the micro-batch to variable {variable!r} of dtype "
+        f"{dtype}. Micro-batches' values can be added or averaged, but not those. Assign what the whole batch agrees on, "
+        "or keep a number."
+    )
+
+
+def mean_assigned(variable: str, function: str) -> str:
+    return (
+        f"Replica function {function!r} assigns variable {variable!r} a value that depends on the micro-batch. The whole "
+        "batch's is taken to be the mean over micro-batches, weighted by rows: right for means and moving averages. If it "
+        "is a sum (a running total), make the variable with aggregation=tf.VariableAggregation.SUM; MEAN silences this."
+    )
+
+
+def sum_assigned(variable: str, function: str) -> str:
+    return (
+        f"Replica function {function!r} assigns integer variable {variable!r} a value that depends on the micro-batch. The "
+        "whole batch's is taken to be the sum over micro-batches: right for counts. Make the variable with "
+        "aggregation=tf.VariableAggregation.SUM if so; this silences the warning."
+    )
+
+
+def reduce_of_rows(function: str, shape: Any) -> ValueError:
+    return ValueError(
+        f"Replica function {function!r} all-reduces a tensor whose size depends on the micro-batch (shape {shape}). With one "
+        "replica there is nothing to add it to, and rows of different micro-batches must not be added. Reduce it over its "
+        "rows first (tf.reduce_sum(x, axis=0)), or gather them (all_gather)."
+    )
+
+
+def gather_not_rows(function: str, axis: int) -> ValueError:
+    return ValueError(
+        f"Replica function {function!r} gathers along axis {axis}. With one replica a gather gives back the whole batch, and "
+        "micro-batches are parts of it along axis 0 only."
+    )
+
+
+def which_is_the_batch(shapes: list[Any], number: int) -> ValueError:
+    return ValueError(
+        f"strategy.run got tensors with different numbers of rows ({', '.join(str(shape) for shape in shapes)}), so it cannot "
+        f"tell which of them are the batch to cut into {number} micro-batches. Take the batch from "
+        "strategy.experimental_distribute_dataset(dataset): then that is cut, and all else is given whole."
+    )
+
+
+def not_a_batch(value: Any) -> ValueError:
+    return ValueError(
+        f"strategy.run got {value!r}, one value for each micro-batch, outside any tf.function, where batches are not cut. "
+        "Reduce it first, or call strategy.run in a tf.function."
+    )
+
+
+def eager_batch_whole(function: str) -> str:
+    return (
+        f"strategy.run({function}) was called outside any tf.function, so the batch is not cut: it runs as one, and needs the "
+        "memory of the full batch. Good for debugging; decorate the function that calls strategy.run with @tf.function "
+        "(or don't compile with run_eagerly=True) to save memory."
+    )
+
+
+def varying_write_of_micro_batches(variable: str, function: str, operation: str, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"In replica function {function!r}, variable {variable!r} is written in a way that depends on the micro-batch and "
+        f"cannot be put together to one write for the whole batch ({operation}{where}): under a condition that differs "
+        "between micro-batches, inside a loop, or by scattering. Use assign, assign_add or assign_sub outside of branches."
     )

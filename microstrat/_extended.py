@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _eager, _errors, _inputs, _lower, _tf, _values, _variables
+from microstrat import _context, _eager, _errors, _inputs, _keras, _lower, _tf, _trace, _values, _variables, _whole
 
 
 class MicroBatchExtended(_tf.StrategyExtended):
     """Implementation of MicroBatchStrategy; see tf.distribute.StrategyExtended for what each hook means."""
 
-    def __init__(self, container_strategy: Any, num_replicas: int, device: str):
+    def __init__(
+        self, container_strategy: Any, num_replicas: int, device: str, *, micro_batches: int = 1, loss_reduction: str = "mean"
+    ):
         super().__init__(container_strategy)
         self._number = num_replicas
+        self.micro_batches = micro_batches
+        self._loss_reduction = loss_reduction
+        self._announced: set[str] = set()
         self._device = _tf.canonicalize_device(device)
         self._host = _tf.host_for_device(self._device)
         # Nested tf.functions are shared by all replicas: they look their replica up when they run.
@@ -32,11 +39,50 @@ class MicroBatchExtended(_tf.StrategyExtended):
         tracing = _context.current_tracing()
         if tracing is not None and tracing.strategy is strategy:
             return self._call_in_merge_function(tracing, fn, args, kwargs)
+        _keras.weigh_results(_values.is_weighted)
         if _tf.is_tf_function(fn):
             return self._around(fn)(*args, **kwargs)
         if tf.executing_eagerly():
+            if self.micro_batches > 1:
+                self.announce("eager", _errors.eager_batch_whole(_trace.name_of(fn)))
+                args, kwargs = _values.whole_values((tuple(args), kwargs), self._number)
             return _eager.run(strategy, fn, args, kwargs, self._device)
-        return _lower.run(strategy, fn, args, kwargs, self._device)
+        if self._number == 1:
+            return self._run_micro_batches(fn, args, kwargs)
+        number = _values.turns((tuple(args), kwargs), self._number)
+        make_tracing = functools.partial(_context.Tracing, strategy, turns=number)
+        return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
+
+    def _run_micro_batches(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs `fn` on what one replica has, in micro-batches."""
+        strategy = self._container_strategy()
+        even = any(_tf.is_compiled_by_xla(function) for function in _tf.functions_being_traced())
+        args, kwargs = _values.in_micro_batches((tuple(args), kwargs), self.micro_batches, even=even)
+        number = _values.turns((args, kwargs), self.micro_batches, without_batch=1)
+        make_tracing = functools.partial(
+            _whole.WholeBatch, strategy, turns=number, loss_reduction=self._loss_reduction
+        )
+        return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
+
+    def announce(self, subject: str, message: str) -> None:
+        """Warns, once for each subject."""
+        if subject not in self._announced:
+            self._announced.add(subject)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts a batch of a distributed dataset is cut into first: one a replica, else one a micro-batch."""
+        return self._number if self._number > 1 else self.micro_batches
+
+    @property
+    def kind_of_cut(self) -> str:
+        """Name of the per-replica value that such a batch is."""
+        return "rows" if self._number > 1 else "micro_batches"
+
+    def cut(self, batch: Any) -> Any:
+        """A batch as such a per-replica value."""
+        return (_values.BatchRows if self._number > 1 else _values.MicroBatches)(self.num_parts, batch)
 
     def _around(self, fn: Any) -> Any:
         """`fn` with the loop over the replicas inside it, rather than around: a tf.function runs one replica only."""
@@ -55,7 +101,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         depth, tracing.graph.cross_replica_depth = tracing.graph.cross_replica_depth, 0
         try:
             args, kwargs = _values.select_replica((tuple(args), kwargs), tracing.replica_id)
-            with _context.SymbolicReplicaContext(tracing):
+            with tracing.context():
                 result = fn(*args, **kwargs)
         finally:
             tracing.graph.cross_replica_depth = depth
@@ -234,7 +280,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
                 raise _errors.gather_slices()
             tracing = _context.current_tracing()
             assert tracing is not None
-            return tracing.collect(_context.Collective("concat", axis), tf.convert_to_tensor(value.value))
+            return tracing.gather(tf.convert_to_tensor(value.value), axis)
         if isinstance(value, tf.distribute.DistributedValues):
             parts = self._local_results(value)
             if any(isinstance(part, tf.IndexedSlices) for part in parts):

@@ -17,9 +17,9 @@ _PLAIN_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
 def _wrap(strategy: Any, element: Any) -> Any:
-    """One global batch as per-replica values; None and other non-tensors stay. One replica gets plain tensors."""
-    num_replicas = strategy.num_replicas_in_sync
-    if num_replicas == 1:
+    """One global batch as per-replica values; None and other non-tensors stay. If it is not cut, it stays plain tensors."""
+    num_parts = strategy.extended.num_parts
+    if num_parts == 1:
         return element
     rows: dict[str, int] = {}
     wrapped = []
@@ -28,10 +28,10 @@ def _wrap(strategy: Any, element: Any) -> Any:
             count = _values.static_rows(value)
             if count is not None:
                 rows[_path_name(path)] = count
-            value = _values.BatchRows(num_replicas, value)
+            value = strategy.extended.cut(value)
         wrapped.append(value)
     if len(set(rows.values())) > 1:
-        raise _errors.no_common_rows(rows, num_replicas)
+        raise _errors.no_common_rows(rows, num_parts)
     return tf.nest.pack_sequence_as(element, wrapped)
 
 
@@ -40,11 +40,11 @@ def _path_name(path: Sequence[Any]) -> str:
 
 
 def _wrap_spec(strategy: Any, element_spec: Any) -> Any:
-    num_replicas = strategy.num_replicas_in_sync
-    if num_replicas == 1:
+    num_parts, kind = strategy.extended.num_parts, strategy.extended.kind_of_cut
+    if num_parts == 1:
         return element_spec
     return tf.nest.map_structure(
-        lambda spec: _values.PerReplicaSpec("rows", num_replicas, spec) if isinstance(spec, _PLAIN_SPECS) else spec,
+        lambda spec: _values.PerReplicaSpec(kind, num_parts, False, spec) if isinstance(spec, _PLAIN_SPECS) else spec,
         element_spec,
     )
 
@@ -154,10 +154,10 @@ class VirtualDistributedDataset(_tf.DistributedDataset):
     def __init__(self, strategy: Any, source: Any):
         self._strategy = strategy
         self._source = source
-        num_replicas = strategy.num_replicas_in_sync
-        for path, spec in _tf.flatten_with_paths(source.element_spec) if num_replicas > 1 else ():
+        num_parts = strategy.extended.num_parts
+        for path, spec in _tf.flatten_with_paths(source.element_spec) if num_parts > 1 else ():
             if isinstance(spec, _PLAIN_SPECS) and spec.shape.rank == 0:
-                raise _errors.not_batched(_path_name(path), spec, num_replicas)
+                raise _errors.not_batched(_path_name(path), spec, num_parts)
 
     @property
     def _type_spec(self) -> VirtualDistributedDatasetSpec:

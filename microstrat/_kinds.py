@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +11,7 @@ from microstrat import _tf
 
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
                    "StatelessCase"})  # fmt: skip
+LOOPS = frozenset({"While", "StatelessWhile"})
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 # Ops that TensorFlow marks stateful, but that have nothing to run once a replica for: they follow their inputs.
 _FOLLOWS_INPUTS = frozenset({"Assert", "VarIsInitializedOp", "VariableShape", "LookupTableFindV2", "LookupTableSizeV2"})
@@ -25,6 +27,11 @@ def is_cheap(op: tf.Operation) -> bool:
     if op.type in CALLS:
         return False
     return op.type in _VIEWS or all((t.shape.num_elements() or _FEW + 1) <= _FEW for t in (*op.inputs, *op.outputs))
+
+
+def size_of(op: tf.Operation) -> int:
+    """Roughly how many numbers an operation's outputs have; an unknown dimension counts as a few."""
+    return sum(math.prod(16 if size is None else size for size in t.shape) for t in op.outputs if t.shape.rank is not None)
 
 
 class Kinds:

@@ -32,18 +32,32 @@ def last_plan() -> _plan.Plan | None:
     return getattr(_last, "plan", None)
 
 
-def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Any:
-    """Runs `fn` for every replica as part of the current graph and returns the per-replica results.
+def run(
+    strategy: Any,
+    make_tracing: Callable[..., Any],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+) -> Any:
+    """Runs `fn` for every replica, or micro-batch, as part of the current graph and returns the values they return.
 
     A variable that may have a value per replica, but was taken for a shared one while tracing, turns out here: it gets its
     values, and the function is traced again.
+
+    Args:
+      strategy: whose variables `fn` uses.
+      make_tracing: see `_trace.trace`.
+      fn: the replica function.
+      args: its arguments, per-replica values and others.
+      kwargs: likewise.
+      device: where it runs.
     """
     owner_of = strategy.extended.owner_of
-    num_replicas = strategy.num_replicas_in_sync
     while True:
-        trace = _trace.trace(strategy, fn, args, kwargs, device)
+        trace = _trace.trace(make_tracing, fn, args, kwargs, device)
         graph = _trace.to_graph(trace, owner_of)
-        if num_replicas == 1:
+        if trace.tracing.turns.most == 1:
             varying = [False] * len(graph.nodes)
             break
         varying = _plan.find_varying(graph.nodes)
@@ -56,18 +70,13 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
         for owner in local:
             owner.ensure_rows()
         _tf.dismantle(trace.tracing.graph)
-    result = _lower(trace, graph, varying, num_replicas, device)
-    _tf.dismantle(trace.tracing.graph)
-    return result
-
-
-def _lower(trace: _trace.Trace, graph: _trace.Graph, varying: list[bool], num_replicas: int, device: str) -> Any:
-    emitter = _Emitter(trace, graph, num_replicas, device)
+    emitter = _Emitter(trace, graph, device)
     emitter.settle_uniform_collectives(varying)
     varying = varying + [False] * (len(graph.nodes) - len(varying))
     plan = _plan.plan(graph.nodes, varying)
     result = emitter.emit(plan, varying)
     _last.plan = plan
+    _tf.dismantle(trace.tracing.graph)
     return result
 
 
@@ -91,15 +100,15 @@ class _LoopVariable:
 
 
 class _Emitter:
-    def __init__(self, trace: _trace.Trace, graph: _trace.Graph, num_replicas: int, device: str):
+    def __init__(self, trace: _trace.Trace, graph: _trace.Graph, device: str):
         self.trace = trace
         self.tracing = trace.tracing
         self.inner = trace.tracing.graph
         self.outer = tf.compat.v1.get_default_graph()
         self.graph = graph
-        self.num_replicas = num_replicas
+        self.turns = trace.tracing.turns
         self.device = device
-        self.replica_id = trace.tracing.replica_id
+        self.turn = trace.tracing.turn
         self.name = f"{trace.tracing.graph_name}_{next(_counter)}"
         self.replaced: dict[Key, tf.Tensor] = {}
         # Tensors of the trace that exist in the outer graph by now, and tensor lists of those that vary.
@@ -139,11 +148,14 @@ class _Emitter:
                 self.graph.nodes[result_id] = dataclasses.replace(self.graph.nodes[result_id], required=True)
 
     def _uniform_result(self, kind: str, axis: int, source: tf.Tensor) -> tf.Tensor:
-        if self.num_replicas == 1 or kind == "first":
+        if self.turns.most == 1 or kind == "first":
             return source
         if kind == "sum":
-            return source * tf.cast(self.num_replicas, source.dtype)
-        return tf.concat([source] * self.num_replicas, axis)
+            return self.tracing.uniform_sum(source)
+        if isinstance(self.turns.running, int):
+            return tf.concat([source] * self.turns.running, axis)
+        copies = [self.turns.running if dim == axis % source.shape.rank else 1 for dim in range(source.shape.rank)]
+        return tf.tile(source, copies)
 
     def _adopt(self, before: int) -> list[tf.Operation]:
         """Makes operations added to the trace since `before` known to the plan."""
@@ -166,7 +178,7 @@ class _Emitter:
         leaves = [
             self.replaced.get(self.key(leaf), leaf) if self._is_inner(leaf) else leaf for leaf in self.trace.leaves
         ]
-        wanted = self._wanted_keys(leaves)
+        wanted = self._wanted_keys([*leaves, self.trace.weights])
         # The replica id alone needs a loop to be returned, though no operation does.
         stacked = {self.key(leaf) for leaf in leaves if self._is_inner(leaf) and self._varies(leaf)}
         if stacked and len(self.sets) < 2:
@@ -235,8 +247,8 @@ class _Emitter:
 
     def _outside(self, key: Key) -> tf.Tensor:
         """A uniform tensor of the trace, in the outer graph."""
-        if key[0] == self.graph.ids[self.replica_id.op]:
-            return tf.constant(0)  # only with a single replica
+        if key[0] == self.graph.ids[self.turn.op]:
+            return tf.constant(0)  # only with a single turn
         return self.env[key] if key in self.env else self.captured[key]
 
     def _function(self, suffix: str, operations: Any, inputs: Any, outputs: Any, control: Any = ()) -> str:
@@ -281,22 +293,21 @@ class _Emitter:
         variables: list[_LoopVariable] = []
         before = len(self.inner.get_operations())
         with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
-            one = tf.constant(1)
-            next_id = self.replica_id + one
-            variables.append(
-                _LoopVariable(self.replica_id, self._const(0), next_id, tf.TensorShape([]), lambda _: None)
-            )
-            condition = self.replica_id < self.num_replicas
+            following = self.turn + tf.constant(1)
+            variables.append(_LoopVariable(self.turn, self._const(0), following, tf.TensorShape([]), lambda _: None))
+            running = self.turns.running
+            limits = [] if isinstance(running, int) else [(tf.compat.v1.placeholder(tf.int32, []), running)]
+            condition = self.turn < (limits[0][0] if limits else running)
             for marker in markers:
                 variables.append(self._collective_variable(marker))
             for key in kept:
                 variables.append(self._list_variable(key))
-            invariants = self._invariants(stage)
+            invariants = limits + self._invariants(stage)
         glue = list(itertools.islice(self.inner.get_operations(), before, None))
         glue = [op for op in glue if op.type != "Placeholder"]
         inputs = [variable.inner for variable in variables] + [inner for inner, _ in invariants]
         outputs = [variable.after for variable in variables] + [inner for inner, _ in invariants]
-        test = {condition.op, *(tensor.op for tensor in condition.op.inputs)} - {self.replica_id.op}
+        test = {condition.op, *(tensor.op for tensor in condition.op.inputs if tensor.op.type != "Placeholder")}
         body = [self.graph.operations[node] for node in sorted(self.sets[stage])] + [
             op for op in glue if op not in test
         ]
@@ -341,7 +352,7 @@ class _Emitter:
         if collective.kind == "sum":
             after = accumulator + source
         else:
-            after = tf.raw_ops.SelectV2(condition=tf.equal(self.replica_id, 0), t=source, e=accumulator)
+            after = tf.raw_ops.SelectV2(condition=tf.equal(self.turn, 0), t=source, e=accumulator)
         with self.outer.as_default():
             # A scalar start suits any shape: the first sum or choice broadcasts it.
             start = tf.zeros(shape if shape.is_fully_defined() else [], source.dtype)
@@ -377,11 +388,11 @@ class _Emitter:
 
     def _new_list(self, element: tf.Tensor, finish: Callable[[tf.Tensor], None]) -> _LoopVariable:
         handle = tf.compat.v1.placeholder(tf.variant, [])
-        after = tf.raw_ops.TensorListSetItem(input_handle=handle, index=self.replica_id, item=element)
+        after = tf.raw_ops.TensorListSetItem(input_handle=handle, index=self.turn, item=element)
         with self.outer.as_default():
             start = tf.raw_ops.TensorListReserve(
                 element_shape=_shape_tensor(element.shape),
-                num_elements=self.num_replicas,
+                num_elements=self.turns.most,
                 element_dtype=element.dtype,
             )
         return _LoopVariable(handle, start, after, tf.TensorShape([]), finish)
@@ -390,36 +401,43 @@ class _Emitter:
         """The elements of a tensor list, concatenated along their first axis."""
         if shape.is_fully_defined():
             stacked = self._stack(handle, dtype, shape)
+            if self.turns.happen() is not None:
+                stacked = stacked[: self.turns.running]
             return tf.reshape(stacked, [-1, *shape[1:]])
+        return self._concat(handle, dtype, shape).tensor
+
+    def _concat(self, handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> Any:
+        """Elements that were never set have no rows."""
         return tf.raw_ops.TensorListConcatV2(
             input_handle=handle,
             element_shape=_shape_tensor(tf.TensorShape([None, *shape[1:]]) if shape.rank else shape),
-            leading_dims=tf.constant([], tf.int64),
+            leading_dims=tf.zeros([self.turns.most], tf.int64),
             element_dtype=dtype,
-        ).tensor
+        )
 
     def _stack(self, handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+        """The elements of a tensor list, zeros for those that were never set."""
         stacked = tf.raw_ops.TensorListStack(
             input_handle=handle,
             element_shape=_shape_tensor(shape),
             element_dtype=dtype,
-            num_elements=self.num_replicas,
+            num_elements=self.turns.most,
         )
-        stacked.set_shape([self.num_replicas, *shape])
+        stacked.set_shape([self.turns.most, *shape])
         return stacked
 
     def _invariants(self, stage: int) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """What a loop reads and does not change: (in the trace, in the outer graph). Carried values come as lists."""
         found: list[tuple[tf.Tensor, tf.Tensor]] = []
         for key in self._external_keys(stage):
-            if key[0] == self.graph.ids[self.replica_id.op]:
+            if key[0] == self.graph.ids[self.turn.op]:
                 continue
             if key in self.lists:
                 handle = tf.compat.v1.placeholder(tf.variant, [])
                 carried = self.tensor(key)
                 item = tf.raw_ops.TensorListGetItem(
                     input_handle=handle,
-                    index=self.replica_id,
+                    index=self.turn,
                     element_shape=_shape_tensor(carried.shape),
                     element_dtype=carried.dtype,
                 )
@@ -437,25 +455,31 @@ class _Emitter:
     # --- Results ------------------------------------------------------------------------------------------------------
     def _result(self, leaves: Sequence[Any]) -> Any:
         remaining = iter(leaves)
+        own = self.trace.weights
+        if own is None:
+            weights = self.tracing.weights_of_turns()
+        else:
+            weights = self._outside(self.key(self.replaced.get(self.key(own), own)))
 
         def build(value: Any) -> Any:
             parts = [next(remaining) for _ in tf.nest.flatten(value, expand_composites=True)]
-            return self._value(value, parts)
+            result = self._value(value, parts)
+            return result.with_weights(weights) if isinstance(result, _values.PerReplica) else result
 
         return tf.nest.map_structure(build, self.trace.structure)
 
     def _value(self, value: Any, parts: list[Any]) -> Any:
         """One returned value, in the outer graph."""
+        most = self.turns.most
         if not any(self._is_inner(part) for part in parts):
             return value
         if all(not self._is_inner(part) or not self._varies(part) for part in parts):
             outer = [self._outside(self.key(part)) if self._is_inner(part) else part for part in parts]
-            one = (
-                outer[0]
-                if isinstance(value, tf.Tensor)
-                else tf.nest.pack_sequence_as(value, outer, expand_composites=True)
-            )
-            return one if self.num_replicas == 1 else _values.Uniform(self.num_replicas, one)
+            if isinstance(value, tf.Tensor):
+                (one,) = outer
+            else:
+                one = tf.nest.pack_sequence_as(value, outer, expand_composites=True)
+            return one if self.tracing.num_replicas == 1 else _values.Uniform(most, one)
         if not isinstance(value, tf.Tensor):
             columns = [self._separate(part) for part in parts]
             rows = zip(*columns, strict=True)
@@ -465,30 +489,26 @@ class _Emitter:
         (part,) = parts
         key, shape = self.key(part), part.shape
         if shape.is_fully_defined():
-            return _values.Stacked(self.num_replicas, self._stack(self.lists[key], part.dtype, shape))
+            return _values.Stacked(most, self._stack(self.lists[key], part.dtype, shape))
         if shape.rank and shape[1:].is_fully_defined():
-            joined = tf.raw_ops.TensorListConcatV2(
-                input_handle=self.lists[key],
-                element_shape=_shape_tensor(tf.TensorShape([None, *shape[1:]])),
-                leading_dims=tf.constant([], tf.int64),
-                element_dtype=part.dtype,
-            )
+            joined = self._concat(self.lists[key], part.dtype, shape)
             flat = joined.tensor
             flat.set_shape([None, *shape[1:]])
-            lengths = tf.ensure_shape(joined.lengths, [self.num_replicas])
-            return _values.Concatenated(self.num_replicas, flat, lengths)
+            return self.tracing.concatenated(flat, tf.ensure_shape(joined.lengths, [most]))
         return _values.Separate(self._separate(part))
 
     def _separate(self, part: Any) -> list[Any]:
+        most = self.turns.most
         if not self._is_inner(part):
-            return [part] * self.num_replicas
+            return [part] * most
         if not self._varies(part):
-            return [self._outside(self.key(part))] * self.num_replicas
+            return [self._outside(self.key(part))] * most
         items = []
-        for replica in range(self.num_replicas):
+        for turn in range(most):
             item = tf.raw_ops.TensorListGetItem(
                 input_handle=self.lists[self.key(part)],
-                index=replica,
+                # A turn that never ran has the last one's value, and no weight.
+                index=turn if isinstance(self.turns.running, int) else tf.minimum(turn, self.turns.running - 1),
                 element_shape=_shape_tensor(part.shape),
                 element_dtype=part.dtype,
             )

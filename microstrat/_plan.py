@@ -30,6 +30,7 @@ class Node:
       pure: no state read or written; the same inputs give the same outputs.
       cheap: pure, and better computed again than kept or carried through a loop: a micro-batch cut out of the global
         batch, arithmetic on a few numbers, a view.
+      size: roughly how many numbers its value has.
       effect: must run exactly once, or once a replica, in program order with other effects.
       hub: has no value and no effect; it only bundles ordering edges.
       required: its value is returned, or its effect must happen.
@@ -44,6 +45,7 @@ class Node:
     collective: bool = False
     pure: bool = True
     cheap: bool = False
+    size: int = 1
     effect: bool = False
     hub: bool = False
     required: bool = False
@@ -144,8 +146,10 @@ def find_live(nodes: Sequence[Node]) -> list[bool]:
 def plan(nodes: Sequence[Node], varying: Sequence[bool] | None = None) -> Plan:
     """Places every live node in a stage: the first one of its colour that follows all it needs.
 
-    Uniform values then move as late as their readers allow, so that nothing is held through a loop for a stage after
-    it. Constants, cuts of the global batch and repeatable reads go where they are read, in several stages if need be.
+    Nodes then move as late as their readers allow, so that nothing is held for a stage after it: a uniform value
+    through a loop, a varying one for all replicas. (A forward pass thus runs in the loop of its backward pass, even if
+    an earlier loop only counts the tokens.) Constants, cuts of the global batch and repeatable reads go where they are
+    read, in several stages if need be.
 
     Ordering edges from effects (and bundles of them) move stages; ordering edges from plain values order only within a
     stage. Gradient code puts the latter on every other constant, and honouring them would tear a network into hundreds
@@ -158,6 +162,12 @@ def plan(nodes: Sequence[Node], varying: Sequence[bool] | None = None) -> Plan:
     copyable = _find_copyable(nodes, order)
     first = _first_stages(nodes, order, live, varying, copyable)
     stage = _move_late(nodes, order, live, varying, copyable, first)
+    _pull_early(nodes, order, varying, copyable, first, stage)
+    for index in order:
+        if nodes[index].collective:
+            (source,) = nodes[index].inputs
+            if varying[source] and not nodes[source].argument and source not in copyable:
+                stage[index] = stage[source] + 1
     return _assemble(nodes, order, live, varying, copyable, first, stage)
 
 
@@ -216,24 +226,57 @@ def _move_late(
     copyable: set[int],
     first: dict[int, int],
 ) -> dict[int, int]:
-    """Moves uniform nodes to the last uniform stage that still serves all that follows them."""
+    """Moves every node to the last stage of its colour that still serves all that follows it."""
     stage = dict(first)
     last = max(first.values(), default=0)
     limit: dict[int, int] = {}
     for index in reversed(order):
         node = nodes[index]
-        fixed = varying[index] or node.argument or node.collective or node.hub or index in copyable
-        if not fixed and not (node.required and not node.effect):
-            latest = limit.get(index, last)
-            stage[index] = max(stage[index], latest - latest % 2)
+        odd = varying[index]
+        latest = limit.get(index, last)
+        if node.hub:
+            stage[index] = max(stage[index], latest)
+        elif not node.argument and index not in copyable:
+            stage[index] = max(stage[index], latest - (latest % 2 != odd))
         # A collective takes its source in the loop before its own stage, where uniform sources are ready anyway.
         here = stage[index] - 1 if node.collective and varying[node.inputs[0]] else stage[index]
         for source in node.inputs:
             limit[source] = min(limit.get(source, here), here)
-        for before in node.after:
-            if live[before]:
+        for before in node.after if index not in copyable else ():
+            if live[before] and _honours(node, nodes[before]):
                 limit[before] = min(limit.get(before, here), here)
     return stage
+
+
+def _pull_early(
+    nodes: Sequence[Node],
+    order: Sequence[int],
+    varying: Sequence[bool],
+    copyable: set[int],
+    first: dict[int, int],
+    stage: dict[int, int],
+) -> None:
+    """Moves varying nodes back to the loop of their inputs where less is kept for all replicas that way.
+
+    If an earlier loop computes a large value anyway, and only its sum is read later, the sum had better be kept.
+    """
+    later_readers: dict[int, int] = {}
+    for index in order:
+        for source in set(nodes[index].inputs):
+            later_readers[source] = later_readers.get(source, 0) + (stage[index] > stage[source])
+    for index in order:
+        node = nodes[index]
+        if not varying[index] or not node.pure or node.argument or node.hub or index in copyable:
+            continue
+        kept = [source for source in set(node.inputs) if varying[source] and source not in copyable]
+        kept = [source for source in kept if not nodes[source].argument]
+        earliest = max(first[index], *(stage[source] for source in node.inputs))
+        if not kept or earliest >= stage[index] or earliest % 2 == 0:
+            continue
+        if node.size < sum(nodes[source].size for source in kept if later_readers[source] == 1):
+            for source in kept:
+                later_readers[source] -= 1
+            stage[index] = earliest
 
 
 def _assemble(

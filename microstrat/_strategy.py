@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _extended, _tf
+from microstrat import _errors, _extended, _tf, _whole
 
 
 class MicroBatchStrategy(tf.distribute.Strategy):
@@ -71,17 +71,29 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         num_micro_batches: int,
         *,
         semantics: str = "replicas",
+        replicas: int | None = None,
+        loss_reduction: str = "mean",
         base: tf.distribute.Strategy | None = None,
         device: str | None = None,
     ):
         number = positive_int("num_micro_batches", num_micro_batches)
         if semantics not in ("replicas", "whole_batch"):
             raise _errors.bad_semantics(semantics)
-        if semantics == "whole_batch":
-            raise _errors.not_yet("semantics='whole_batch' (single-device code, cut into micro-batches)")
+        if loss_reduction not in _whole.LOSS_REDUCTIONS:
+            raise _errors.bad_loss_reduction(loss_reduction)
+        whole = semantics == "whole_batch"
+        if not whole and (replicas is not None or loss_reduction != "mean"):
+            raise _errors.only_for_whole_batch("replicas" if replicas is not None else "loss_reduction")
         if base is not None:
             raise _errors.not_yet("base (virtual replicas on top of real ones)")
-        super().__init__(_extended.MicroBatchExtended(self, number, _existing_device(device)))
+        extended = _extended.MicroBatchExtended(
+            self,
+            (1 if replicas is None else positive_int("replicas", replicas)) if whole else number,
+            _existing_device(device),
+            micro_batches=number if whole else 1,
+            loss_reduction=loss_reduction,
+        )
+        super().__init__(extended)
 
     def run(
         self,

@@ -13,6 +13,9 @@ Checked on TensorFlow 2.16 and 2.21 unless a line says otherwise.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +33,7 @@ from tensorflow.python.distribute import distribute_lib as _distribute_lib
 from tensorflow.python.distribute import input_lib as _input_lib
 from tensorflow.python.distribute import values as _values
 from tensorflow.python.distribute import values_util as _values_util
+from tensorflow.python.eager import backprop as _backprop
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
@@ -37,6 +41,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function as
 from tensorflow.python.framework import auto_control_deps as _auto_control_deps
 from tensorflow.python.framework import auto_control_deps_utils as _auto_control_deps_utils
 from tensorflow.python.framework import func_graph as _func_graph
+from tensorflow.python.framework import op_callbacks as _op_callbacks
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import tensor_conversion_registry as _conversion
@@ -125,6 +130,26 @@ def convert_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     return _autograph.tf_convert(fn, _ag_ctx.control_status_ctx())
 
 
+_patches: dict[tuple[type, str], int] = {}
+_patches_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _patched(cls: type, name: str, replacement: Any, stock: Any) -> Iterator[None]:
+    """Replaces a method as long as some thread is in here."""
+    key = (cls, name)
+    with _patches_lock:
+        _patches[key] = _patches.get(key, 0) + 1
+        setattr(cls, name, replacement)
+    try:
+        yield
+    finally:
+        with _patches_lock:
+            _patches[key] -= 1
+            if not _patches[key]:
+                setattr(cls, name, stock)
+
+
 _inline = threading.local()
 _stock_call = _polymorphic_function.Function.__call__
 
@@ -144,13 +169,109 @@ def inline_functions() -> Iterator[None]:
     thread needs it.
     """
     _inline.depth = getattr(_inline, "depth", 0) + 1
-    _polymorphic_function.Function.__call__ = _call_inline
+    try:
+        with _patched(_polymorphic_function.Function, "__call__", _call_inline, _stock_call):
+            yield
+    finally:
+        _inline.depth -= 1
+
+
+_hooks = threading.local()
+_stock_gradient = _backprop.GradientTape.gradient
+
+
+def _gradient(
+    self: Any, target: Any, sources: Any, output_gradients: Any = None, unconnected_gradients: Any = "none"
+) -> Any:
+    def compute(target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
+        return _stock_gradient(self, target, sources, output_gradients, **options)
+
+    hooks = getattr(_hooks, "gradient", None)
+    gradient = functools.partial(hooks[-1], compute) if hooks else compute
+    return gradient(target, sources, output_gradients, unconnected_gradients=unconnected_gradients)
+
+
+@contextlib.contextmanager
+def hooked_gradients(hook: Callable[..., Any]) -> Iterator[None]:
+    """Calls `hook(compute, target, sources, output_gradients, **options)` for GradientTape.gradient on this thread.
+
+    A tape has no hook of its own. The class is patched only while some thread needs it.
+    """
+    if not hasattr(_hooks, "gradient"):
+        _hooks.gradient = []
+    _hooks.gradient.append(hook)
+    try:
+        with _patched(_backprop.GradientTape, "gradient", _gradient, _stock_gradient):
+            yield
+    finally:
+        _hooks.gradient.pop()
+
+
+@dataclasses.dataclass(frozen=True)
+class StatelessDraw:
+    """A random draw without state: its key (or seed), and the inputs that say what is drawn (shape, range, values)."""
+
+    key: tf.Tensor
+    other_inputs: tuple[tf.Tensor, ...]
+
+    def key_for(self, turn: Any, turns: int) -> tf.Tensor:
+        """Another key for every turn but the first, which keeps this one."""
+        keys = tf.constant([turn * 0x9E3779B9 % self.key.dtype.max for turn in range(turns)], self.key.dtype)
+        return tf.bitwise.bitwise_xor(self.key, keys[turn])
+
+
+def _attribute(value: Any) -> Any:
+    """An attribute as tf.raw_ops takes it; while a graph is built, callbacks get it as a proto."""
+    if not isinstance(value, _attr_value_pb2.AttrValue):
+        return value
+    kind = value.WhichOneof("value")
+    return tf.as_dtype(value.type) if kind == "type" else getattr(value, kind)
+
+
+_DRAWS_THAT_ONLY_MAKE_KEYS = ("StatelessRandomGetKeyCounter", "StatelessRandomGetKeyCounterAlg", "StatelessRandomGetAlg")
+
+
+@contextlib.contextmanager
+def hooked_operations(hook: Callable[[StatelessDraw], tf.Tensor | None]) -> Iterator[None]:
+    """Lets `hook` give another key to every stateless random draw made on this thread.
+
+    Op callbacks are TensorFlow's debugging interface; no public function sees the draws that layers make.
+    """
+
+    def callback(
+        op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
+    ) -> Any:
+        del op_name, graph
+        if not op_type.startswith("Stateless") or op_type in _DRAWS_THAT_ONLY_MAKE_KEYS:
+            return outputs
+        op_def = _op_def_registry.get(op_type)
+        names = [argument.name for argument in op_def.input_arg]
+        at = next((names.index(name) for name in ("key", "seed") if name in names), None)
+        if at is None:
+            return outputs
+        others = tuple(tensor for name, tensor in zip(names, inputs, strict=True) if name not in ("key", "seed", "counter", "alg"))
+        key = hook(StatelessDraw(inputs[at], others))
+        if key is None:
+            return outputs
+        arguments = dict(zip(names, inputs, strict=True)) | {names[at]: key}
+        draw = getattr(tf.raw_ops, op_type)
+        accepted = inspect.signature(draw).parameters
+        for name, value in zip(attrs[::2], attrs[1::2], strict=True):
+            if name in accepted and name not in arguments:
+                arguments[name] = _attribute(value)
+        drawn = draw(**arguments)
+        return list(drawn) if isinstance(drawn, tuple) else [drawn]
+
+    _op_callbacks.add_op_callback(callback)
     try:
         yield
     finally:
-        _inline.depth -= 1
-        if not _inline.depth:
-            _polymorphic_function.Function.__call__ = _stock_call
+        _op_callbacks.remove_op_callback(callback)
+
+
+def is_compiled_by_xla(function: Any) -> bool:
+    """Whether a tf.function has jit_compile=True; its options can't be read back publicly."""
+    return bool(function._jit_compile)
 
 
 @contextlib.contextmanager

@@ -25,16 +25,24 @@ class Trace:
       structure: what the function returned, tensors and all.
       leaves: `structure` flattened, composite tensors expanded.
       must_run: operations whose effects must happen.
+      weights: what the results of each turn weigh in a mean, if the function has said so.
     """
 
     tracing: _context.Tracing
     structure: Any
     leaves: tuple[Any, ...]
     must_run: frozenset[tf.Operation]
+    weights: tf.Tensor | None = None
 
 
-def trace(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Trace:
-    """Runs `fn` once for all replicas and returns its trace.
+def trace(
+    make_tracing: Callable[..., _context.Tracing],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+) -> Trace:
+    """Runs `fn` once for all replicas and returns its trace. `make_tracing(function_name, outer, inline=)` begins one.
 
     It runs again from the start where TensorFlow's graphs leave no other way: a nested tf.function turned out to hold a
     collective (it then runs inline), or a variable got a value per replica after a branch had read it. Both happen at
@@ -42,7 +50,7 @@ def trace(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: di
     """
     inline = False
     for _ in range(_MAX_TRACES):
-        tracing = _context.Tracing(strategy, name_of(fn), tf.compat.v1.get_default_graph(), inline=inline)
+        tracing = make_tracing(name_of(fn), tf.compat.v1.get_default_graph(), inline=inline)
         try:
             return _trace_once(tracing, fn, args, kwargs, device)
         except Exception:
@@ -70,7 +78,8 @@ def _trace_once(
         graph.as_default(),
         control,
         tf.device(device),
-        _context.SymbolicReplicaContext(tracing),
+        tracing.context(),
+        tracing.active(),
         _tf.inline_functions() if tracing.inline else contextlib.nullcontext(),
     ):
         args, kwargs = _cut_arguments(tracing, (tuple(args), kwargs), device)
@@ -78,16 +87,17 @@ def _trace_once(
         structure = tf.nest.map_structure(_as_output, structure)
         redirect = {id(old): new for old, new in tracing.redirected}
         leaves = tuple(redirect.get(id(leaf), leaf) for leaf in tf.nest.flatten(structure, expand_composites=True))
+        weights = tracing.result_weights()
         for old, new in tracing.redirected:
             _tf.replace_tensor(old, new)
         _follow_replica_0(tracing)
     _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
-    _see_through_identity_n(graph, leaves)
+    _see_through_wrappers(graph, leaves)
     if tracing.lifted:
         for op in graph.get_operations():
             if op.type in _kinds.BRANCHES and any(tensor.op in tracing.collectives for tensor in op.inputs):
                 _branches.drop_dead_inputs(op, graph)
-    return Trace(tracing, structure, leaves, frozenset(control.ops_which_must_run))
+    return Trace(tracing, structure, leaves, frozenset(control.ops_which_must_run), weights)
 
 
 def _follow_replica_0(tracing: _context.Tracing) -> None:
@@ -109,7 +119,7 @@ def _cut_arguments(tracing: _context.Tracing, structure: Any, device: str) -> An
     """
     before = len(tracing.graph.get_operations())
     with tf.device(_tf.host_for_device(device)):
-        chosen = _values.select_replica(structure, tracing.replica_id)
+        chosen = _values.select_replica(structure, tracing.turn)
     tracing.cuts.update(itertools.islice(tracing.graph.get_operations(), before, None))
     return chosen
 
@@ -136,8 +146,8 @@ def _is_composite(value: Any) -> bool:
     return isinstance(value, _tf.CompositeTensor)
 
 
-def _see_through_identity_n(graph: Any, leaves: tuple[Any, ...]) -> None:
-    """Makes readers of an IdentityN read its inputs.
+def _see_through_wrappers(graph: Any, leaves: tuple[Any, ...]) -> None:
+    """Makes readers of an IdentityN, and of the handles that leave a loop, read what went in.
 
     tf.custom_gradient wraps a function's results together with its arguments in one IdentityN. As one operation it would
     be varying as soon as one argument is, and every all-reduced gradient with it.
@@ -146,6 +156,11 @@ def _see_through_identity_n(graph: Any, leaves: tuple[Any, ...]) -> None:
         if op.type == "IdentityN":
             for source, output in zip(op.inputs, op.outputs, strict=True):
                 if not any(leaf is output for leaf in leaves):
+                    _tf.replace_tensor(output, source)
+        elif op.type in _kinds.LOOPS:
+            # A loop hands the resources it uses through; a handle is no value to keep for every replica.
+            for source, output in zip(op.inputs, op.outputs, strict=True):
+                if output.dtype == tf.resource:
                     _tf.replace_tensor(output, source)
 
 
@@ -172,7 +187,8 @@ def to_graph(trace: Trace, owner_of: Callable[[tf.Tensor], Any]) -> Graph:
         result.ids[op] = len(result.operations)
         result.operations.append(op)
     outer_of = {id(inner): outer for outer, inner in tracing.graph.captures}
-    required = {leaf.op for leaf in trace.leaves if isinstance(leaf, tf.Tensor) and leaf.graph is tracing.graph}
+    returned = trace.leaves if trace.weights is None else (*trace.leaves, trace.weights)
+    required = {leaf.op for leaf in returned if isinstance(leaf, tf.Tensor) and leaf.graph is tracing.graph}
     # A variable of somebody else that replicas write: each sees the writes of those before it, so all of it varies.
     foreign: set[Hashable] = set()
     while True:
@@ -203,18 +219,19 @@ def _describe(
     after = tuple(ids[before] for before in op.control_inputs)
     must = op in required
     if op.type == "Placeholder":
-        return _plan.Node(varying=op is tracing.replica_id.op, argument=True, required=must)
+        return _plan.Node(varying=op is tracing.turn.op, argument=True, required=must)
     if op in tracing.collectives:
         return _plan.Node(inputs, after, collective=True, required=must)
     if op.type == "NoOp":
         return _plan.Node(inputs, after, hub=True)
     if not _tf.is_stateful(op):
-        return _plan.Node(inputs, after, cheap=op in tracing.cuts or _kinds.is_cheap(op), required=must)
+        cheap = op in tracing.cuts or _kinds.is_cheap(op)
+        return _plan.Node(inputs, after, cheap=cheap, size=_kinds.size_of(op), required=must)
     resources = {resource_of(t, outer_of) for t in op.inputs if t.dtype == tf.resource}
     writes = frozenset(resource_of(t, outer_of) for t in _kinds.writes(op))
     own_state = tracing.kinds.has_own_state(op)
     # Random draws, prints and Python functions run once per replica whatever their inputs; those of a merge function once.
-    per_replica = own_state and op not in tracing.graph.cross_replica_ops
+    per_replica = own_state and tracing.draws_per_turn and op not in tracing.graph.cross_replica_ops
     effect = bool(writes) or own_state or tracing.kinds.asserts(op)
     reads = None
     if op.type == "ReadVariableOp":
@@ -244,7 +261,8 @@ def _foreign_writes(
             while tensor.op.type == "Identity":
                 tensor = tensor.op.inputs[0]
             outer = outer_of.get(id(tensor))
-            if (outer is None or owner_of(outer) is None) and op not in tracing.graph.cross_replica_ops:
+            owner = None if outer is None else owner_of(outer)
+            if tracing.writes_in_order(op, owner) and op not in tracing.graph.cross_replica_ops:
                 found.add(resource_of(tensor, outer_of))
     return found
 
@@ -263,7 +281,9 @@ def varying_writes(
                 continue
             handle = outer_of.get(id(tensor), tensor)
             owner = owner_of(handle)
-            if owner is not None and not owner.handle_is_rows(handle):
+            if owner is None or trace.tracing.writes_in_order(op, owner):
+                continue
+            if not (trace.tracing.rows_per_turn and owner.handle_is_rows(handle)):
                 found.append((owner, op))
     return found
 
@@ -281,6 +301,8 @@ def refuse_varying_conditions(graph: Graph, varying: Sequence[bool], trace: Trac
 def refuse_varying_writes(found: Sequence[tuple[Any, tf.Operation]], trace: Trace) -> None:
     """Raises if replicas would write different values to a variable that must have one."""
     for owner, op in found:
+        if trace.tracing.num_replicas == 1:
+            raise _errors.varying_write_of_micro_batches(owner.name, trace.tracing.function_name, op.type, where(op))
         if op.type in _kinds.BRANCHES:
             raise _errors.varying_branch(owner.name, trace.tracing.function_name, where(op))
         raise _errors.varying_write(owner.name, trace.tracing.function_name, op.type, where(op))

@@ -4,6 +4,7 @@ MirroredStrategy's PerReplica holds N separate values, which makes every graph t
 classes here are PerReplica values too, and `values` has N entries when somebody asks, but each is held as what it is:
 
     BatchRows    a global batch; replica r's value is its share of the rows
+    MicroBatches the same for the micro-batches of one replica
     Stacked      one tensor of shape [N, ...]
     Concatenated N tensors of different lengths, joined along their first axis
     Uniform      one value that all replicas share
@@ -13,12 +14,144 @@ classes here are PerReplica values too, and `values` has N entries when somebody
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from microstrat import _errors, _tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """How often a loop over replicas, or over micro-batches, goes round.
+
+    Attributes:
+      most: at most; known while tracing.
+      running: really: an int, or an int32 scalar if that is only known when the loop runs. A replica without rows never
+        runs, and a micro-batch without rows does not exist; the first one always runs.
+      rows: of the batch that is cut: an int, a scalar, or None if there is no batch.
+      share: rows of every part but the last, likewise.
+    """
+
+    most: int
+    running: Any
+    rows: Any = None
+    share: Any = None
+
+    def rows_of_turn(self, turn: tf.Tensor) -> tf.Tensor:
+        """Int32, how many rows the part of a turn has; `turn` is int32."""
+        rows, share = tf.cast(self.rows, tf.int32), tf.cast(self.share, tf.int32)
+        return tf.clip_by_value(rows - turn * share, 0, share)
+
+    def happen(self) -> tf.Tensor | None:
+        """Float32 [most]: 1 for every turn that runs and 0 for the others; None if all run."""
+        if isinstance(self.running, int) and self.running == self.most:
+            return None
+        return tf.cast(tf.range(self.most) < self.running, tf.float32)
+
+
+def share_of(rows: Any, number: int) -> Any:
+    """Rows of every part but the last when a batch is cut in (at most) `number`: ceil(rows / number), at least 1."""
+    share = (rows + (number - 1)) // number
+    return max(share, 1) if isinstance(rows, int) else tf.maximum(share, 1)
+
+
+def even_share(rows: Any, number: int) -> Any:
+    """Rows of every part when a batch is cut in at most `number` equal parts: what XLA, with its fixed shapes, can do."""
+    if isinstance(rows, int):
+        return rows // next(parts for parts in range(number, 0, -1) if rows % parts == 0)
+    parts = tf.range(1, number + 1, dtype=rows.dtype)
+    return rows // tf.reduce_max(tf.where(rows % parts == 0, parts, 1))
+
+
+def count_parts(rows: Any, share: Any) -> Any:
+    """How many parts of `share` rows have any; the first counts always."""
+    if isinstance(rows, int) and isinstance(share, int):
+        return max(-(-rows // max(share, 1)), 1)
+    share = tf.maximum(share, 1)
+    return tf.cast(tf.maximum((rows + share - 1) // share, 1), tf.int32)
+
+
+def turns(structure: Any, number: int, *, without_batch: int | None = None) -> Turns:
+    """How many replicas, or micro-batches, the per-replica values in `structure` give work to.
+
+    Args:
+      structure: arguments of a replica function.
+      number: of replicas, or micro-batches at most.
+      without_batch: how many turns there are if nothing in `structure` is cut; default, all.
+    """
+    found: list[Turns] = []
+    for value in tf.nest.flatten(structure):
+        if isinstance(value, PerReplica) and not isinstance(value, _tf.DistributedVariable):
+            running = value.count_running()
+            if running is not None:
+                found.append(Turns(number, running, value.count_rows(), value.share()))
+    if not found:
+        alone = without_batch or number
+        return Turns(alone, alone)
+    if all(isinstance(one.running, int) for one in found):
+        most = max(found, key=lambda one: one.running)
+        return most if without_batch is None else dataclasses.replace(most, most=most.running)
+    running = functools.reduce(tf.maximum, [one.running for one in found])
+    return dataclasses.replace(found[0], running=running)
+
+
+def in_micro_batches(structure: Any, number: int, *, even: bool) -> Any:
+    """The arguments of a replica function, with its batch marked to be cut.
+
+    A batch of a distributed dataset is marked already. If there is none, the tensors that have rows are the batch.
+    """
+    flat = tf.nest.flatten(structure)
+    marked = any(_is_per_replica(value) for value in flat)
+    if not marked and number > 1:
+        flat = [tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value for value in flat]
+        batch = [value for value in flat if _has_rows(value)]
+        counts = {rows for value in batch if (rows := static_rows(value)) is not None}
+        if len(counts) > 1:
+            raise _errors.which_is_the_batch([value.shape for value in batch], number)
+        if batch:
+            flat = _with_equal_rows(flat, batch, number)
+    for index, value in enumerate(flat):
+        if _has_rows(value) and not marked and number > 1:
+            flat[index] = MicroBatches(number, value)
+        if isinstance(flat[index], MicroBatches) and even:
+            flat[index] = MicroBatches(number, flat[index].batch, even=True)
+    return tf.nest.pack_sequence_as(structure, flat)
+
+
+def _is_per_replica(value: Any) -> bool:
+    return isinstance(value, tf.distribute.DistributedValues) and not isinstance(value, _tf.DistributedVariable)
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and value.shape.rank != 0
+
+
+def _with_equal_rows(flat: list[Any], batch: list[Any], number: int) -> list[Any]:
+    """The values, checked to have the same number of rows when they are computed, if that is not known yet."""
+    if len(batch) < 2 or all(static_rows(value) is not None for value in batch):
+        return flat
+    message = str(_errors.which_is_the_batch([value.shape for value in batch], number))
+    checks = [tf.debugging.assert_equal(count_rows(batch[0]), count_rows(value), message) for value in batch[1:]]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return [tf.nest.map_structure(tf.identity, value, expand_composites=True) if _has_rows(value) else value for value in flat]
+
+
+def whole_values(structure: Any, num_replicas: int) -> Any:
+    """The arguments of a replica function, with no batch cut in micro-batches."""
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, PerReplica) or num_replicas > 1:
+            return value
+        if isinstance(value, MicroBatches | ConcatenatedRows):
+            return value.reduce_sum()
+        raise _errors.not_a_batch(value)
+
+    return tf.nest.map_structure(whole, structure)
 
 
 def micro_batch_bounds(rows: Any, num_replicas: int, replica_id: Any) -> tuple[Any, Any]:
@@ -70,14 +203,37 @@ def cut_rows(batch: Any, start: Any, stop: Any, *, size: int | None = None) -> A
 
 
 class PerReplica(_tf.PerReplica):
-    """Base of the values here: a tf.distribute.DistributedValues with one entry a replica."""
+    """Base of the values here: a tf.distribute.DistributedValues with one entry a replica.
+
+    Attributes:
+      num_replicas: number of entries: replicas, or micro-batches of one replica.
+      weights: float32 [num_replicas], what each entry weighs in a mean; None if all weigh the same. An entry of weight 0
+        belongs to a replica or micro-batch that never ran, and is zeros.
+    """
 
     num_replicas: int
+    weights: tf.Tensor | None = None
 
     def __init__(self, num_replicas: int):
         # TensorFlow's own __init__ would store a tuple of N values.
         self.num_replicas = num_replicas
         self._cache: tuple[Any, ...] | None = None
+
+    def with_weights(self, weights: tf.Tensor | None) -> PerReplica:
+        self.weights = weights
+        return self
+
+    def count_rows(self) -> Any:
+        """Rows of the batch that the entries are cut from; None if there is no batch."""
+
+    def share(self) -> Any:
+        """Rows of every entry but the last; None if there is no batch."""
+
+    def count_running(self) -> Any:
+        """How many entries, from the first on, have anything to work on; None if that is not for this value to say."""
+
+    def parts(self) -> tuple[Any, ...]:
+        raise NotImplementedError
 
     def _unstack(self) -> tuple[Any, ...]:
         raise NotImplementedError
@@ -107,7 +263,10 @@ class PerReplica(_tf.PerReplica):
         return tf.nest.map_structure(lambda *parts: tf.add_n(parts), *self.values)
 
     def reduce_mean(self) -> Any:
-        return tf.nest.map_structure(lambda total: total / self.num_replicas, self.reduce_sum())
+        if self.weights is None:
+            return tf.nest.map_structure(lambda total: total / self.num_replicas, self.reduce_sum())
+        weights = self.weights / tf.reduce_sum(self.weights)
+        return tf.nest.map_structure(lambda *parts: weighted_sum(tf.stack(parts), weights), *self.values)
 
     def __repr__(self) -> str:
         if not tf.executing_eagerly():
@@ -118,14 +277,15 @@ class PerReplica(_tf.PerReplica):
 
 
 class PerReplicaSpec(_tf.PerReplicaSpec):
-    """Type of a per-replica value: how it is held, N, and the specs of its parts."""
+    """Type of a per-replica value: how it is held, N, whether it has weights, and the specs of its parts."""
 
-    __slots__ = ["_kind", "_num_replicas", "_parts"]
+    __slots__ = ["_kind", "_num_replicas", "_parts", "_weighted"]
 
-    def __init__(self, kind: str, num_replicas: int, *parts: Any):
+    def __init__(self, kind: str, num_replicas: int, weighted: bool, *parts: Any):
         super().__init__()
         self._kind = kind
         self._num_replicas = num_replicas
+        self._weighted = weighted
         self._parts = tuple(parts)
 
     @property
@@ -142,17 +302,23 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
         del value  # the stock __init__ assigns it
 
     def _serialize(self) -> tuple[Any, ...]:
-        return (self._kind, self._num_replicas, *self._parts)
+        return (self._kind, self._num_replicas, self._weighted, *self._parts)
 
     @property
     def _component_specs(self) -> tuple[Any, ...]:
-        return self._parts
+        return (*self._parts, tf.TensorSpec([self._num_replicas])) if self._weighted else self._parts
 
     def _to_components(self, value: PerReplica) -> tuple[Any, ...]:
-        return value.parts()
+        return (*value.parts(), value.weights) if self._weighted else value.parts()
 
     def _from_components(self, components: Sequence[Any]) -> PerReplica:
-        return _KINDS[self._kind].from_parts(self._num_replicas, tuple(components))
+        parts = tuple(components)
+        weights = parts[-1] if self._weighted else None
+        return (
+            _KINDS[self._kind]
+            .from_parts(self._num_replicas, parts[: len(self._parts)])
+            .with_weights(weights)
+        )
 
 
 def _relax_rows(spec: Any) -> Any:
@@ -186,7 +352,16 @@ class BatchRows(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("rows", self.num_replicas, tf.type_spec_from_value(self.batch))
+        return PerReplicaSpec("rows", self.num_replicas, self.weights is not None, tf.type_spec_from_value(self.batch))
+
+    def count_rows(self) -> Any:
+        return count_rows(self.batch)
+
+    def share(self) -> Any:
+        return share_of(self.count_rows(), self.num_replicas)
+
+    def count_running(self) -> Any:
+        return count_parts(self.count_rows(), self.share())
 
     def select(self, replica_id: Any) -> Any:
         rows = count_rows(self.batch)
@@ -254,6 +429,63 @@ class BatchRows(PerReplica):
         return super().stacked()
 
 
+class MicroBatches(BatchRows):
+    """The batch of one replica, cut into micro-batches: part r has rows r·c … (r+1)·c, c = ceil(B / n).
+
+    To everybody outside it is one replica's value: to reduce it is to have it. The number of rows of a part is never known
+    while tracing, even if it could be: in Python, 16 rows of 64 are nothing but the number 16, and a count of examples
+    that adds it would be taken for one that adds the same, once, for the whole batch.
+
+    Attributes:
+      even: cut into equal parts, at most n.
+    """
+
+    def __init__(self, num_replicas: int, batch: Any, *, even: bool = False):
+        super().__init__(num_replicas, batch)
+        self.even = even
+
+    @staticmethod
+    def replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_relax_rows(parts[0]),) * num_replicas
+
+    @property
+    def _type_spec(self) -> PerReplicaSpec:
+        return PerReplicaSpec("micro_batches", self.num_replicas, False, tf.type_spec_from_value(self.batch))
+
+    def share(self) -> Any:
+        return (even_share if self.even else share_of)(self.count_rows(), self.num_replicas)
+
+    def select(self, replica_id: Any) -> Any:
+        share, rows = self.share(), self.count_rows()
+        start = tf.cast(replica_id, tf.int32) * tf.cast(share, tf.int32)
+        if self.even and isinstance(self.batch, tf.Tensor):
+            # XLA wants the size as a number that does not depend on the loop.
+            part = tf.slice(
+                self.batch,
+                tf.concat([[start], tf.zeros([tf.rank(self.batch) - 1], tf.int32)], 0),
+                tf.concat([[tf.cast(share, tf.int32)], tf.shape(self.batch)[1:]], 0),
+            )
+        else:
+            part = cut_rows(self.batch, start, tf.minimum(start + tf.cast(share, tf.int32), tf.cast(rows, tf.int32)))
+        return _forget_rows(part)
+
+    def _unstack(self) -> tuple[Any, ...]:
+        parts = super()._unstack()
+        return parts[: int(self.count_running())] if tf.executing_eagerly() else parts
+
+    def reduce_sum(self) -> Any:
+        return self.batch
+
+    reduce_mean = reduce_sum
+
+
+def _forget_rows(part: Any) -> Any:
+    """The same rows, their number unknown while tracing."""
+    if not isinstance(part, tf.Tensor) or part.shape.rank is None or part.shape[0] is None:
+        return part
+    return tf.raw_ops.PlaceholderWithDefault(input=part, shape=tf.TensorShape([None, *part.shape[1:]]))
+
+
 class Stacked(PerReplica):
     """One tensor of shape [N, ...]."""
 
@@ -275,26 +507,32 @@ class Stacked(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("stacked", self.num_replicas, tf.TensorSpec(self.stack.shape, self.stack.dtype))
+        return PerReplicaSpec("stacked", self.num_replicas, self.weights is not None, tf.TensorSpec(self.stack.shape, self.stack.dtype))
 
     def select(self, replica_id: Any) -> Any:
         return tf.gather(self.stack, replica_id)
 
     def _unstack(self) -> tuple[Any, ...]:
-        return tuple(tf.unstack(self.stack, num=self.num_replicas))
+        return _that_ran(tf.unstack(self.stack, num=self.num_replicas), self.weights)
 
     def stacked(self) -> tf.Tensor:
+        if self.weights is not None and tf.executing_eagerly():
+            return tf.boolean_mask(self.stack, self.weights > 0)
         return self.stack
 
     def reduce_sum(self) -> Any:
         return tf.reduce_sum(self.stack, axis=0)
 
     def reduce_mean(self) -> Any:
-        return tf.reduce_sum(self.stack, axis=0) / self.num_replicas
+        if self.weights is None:
+            return tf.reduce_sum(self.stack, axis=0) / self.num_replicas
+        return weighted_sum(self.stack, self.weights / tf.reduce_sum(self.weights))
 
 
 class Concatenated(PerReplica):
     """N tensors that differ in their first dimension, joined along it, and their N lengths (int64)."""
+
+    kind = "concatenated"
 
     def __init__(self, num_replicas: int, flat: tf.Tensor, lengths: tf.Tensor):
         super().__init__(num_replicas)
@@ -315,8 +553,9 @@ class Concatenated(PerReplica):
     @property
     def _type_spec(self) -> PerReplicaSpec:
         return PerReplicaSpec(
-            "concatenated",
+            self.kind,
             self.num_replicas,
+            self.weights is not None,
             tf.TensorSpec(self.flat.shape, self.flat.dtype),
             tf.TensorSpec([self.num_replicas], tf.int64),
         )
@@ -326,7 +565,22 @@ class Concatenated(PerReplica):
         return cut_rows(self.flat, stop - self.lengths[replica_id], stop)
 
     def _unstack(self) -> tuple[Any, ...]:
-        return tuple(tf.split(self.flat, self.lengths, num=self.num_replicas))
+        return _that_ran(tf.split(self.flat, self.lengths, num=self.num_replicas), self.weights)
+
+    def count_running(self) -> Any:
+        # Up to the last one that has rows.
+        return tf.maximum(tf.reduce_max(tf.where(self.lengths > 0, tf.range(1, self.num_replicas + 1), 0)), 1)
+
+
+class ConcatenatedRows(Concatenated):
+    """Micro-batches' values with a row for each of theirs: together, the one value of the replica that they belong to."""
+
+    kind = "concatenated_rows"
+
+    def reduce_sum(self) -> Any:
+        return self.flat
+
+    reduce_mean = reduce_sum
 
 
 class Uniform(PerReplica):
@@ -349,20 +603,21 @@ class Uniform(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("uniform", self.num_replicas, tf.type_spec_from_value(self.value))
+        return PerReplicaSpec("uniform", self.num_replicas, self.weights is not None, tf.type_spec_from_value(self.value))
 
     def select(self, replica_id: Any) -> Any:
         del replica_id
         return self.value
 
     def _unstack(self) -> tuple[Any, ...]:
-        return (self.value,) * self.num_replicas
+        return _that_ran((self.value,) * self.num_replicas, self.weights)
 
     def stacked(self) -> tf.Tensor:
         return tf.repeat(self.value[tf.newaxis], self.num_replicas, axis=0)
 
     def reduce_sum(self) -> Any:
-        return scale_by_replicas(self.value, self.num_replicas)
+        ran = self.num_replicas if self.weights is None else tf.reduce_sum(tf.sign(self.weights))
+        return scale_by_replicas(self.value, ran)
 
     def reduce_mean(self) -> Any:
         if isinstance(self.value, tf.Tensor) and self.value.dtype.is_integer:
@@ -393,7 +648,7 @@ class Separate(PerReplica):
     @property
     def _type_spec(self) -> PerReplicaSpec:
         specs = [tf.type_spec_from_value(value) for value in self._separate]
-        return PerReplicaSpec("separate", self.num_replicas, *specs)
+        return PerReplicaSpec("separate", self.num_replicas, self.weights is not None, *specs)
 
     def select(self, replica_id: Any) -> Any:
         if isinstance(replica_id, int):
@@ -401,13 +656,30 @@ class Separate(PerReplica):
         return _select_separate(self._separate, replica_id)
 
     def _unstack(self) -> tuple[Any, ...]:
-        return self._separate
+        return _that_ran(self._separate, self.weights)
 
     def reduce_sum(self) -> Any:
         return add_values(self._separate)
 
     def reduce_mean(self) -> Any:
+        if self.weights is not None and not isinstance(self._separate[0], tf.IndexedSlices):
+            return super().reduce_mean()
         return divide_by_replicas(add_values(self._separate), self.num_replicas)
+
+
+def _that_ran(entries: Sequence[Any], weights: Any) -> tuple[Any, ...]:
+    """Outside graphs, the entries of replicas or micro-batches that ran; in a graph nobody knows yet which will."""
+    if weights is None or not tf.executing_eagerly():
+        return tuple(entries)
+    return tuple(entry for entry, weight in zip(entries, weights.numpy(), strict=True) if weight > 0)
+
+
+def weighted_sum(stack: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """The sum over the first axis, float64 for integers; `weights` is float32 [N]."""
+    if not (stack.dtype.is_floating or stack.dtype.is_complex):
+        stack = tf.cast(stack, tf.float64)
+    weights = tf.reshape(tf.cast(weights, stack.dtype), tf.concat([[-1], tf.ones([tf.rank(stack) - 1], tf.int32)], 0))
+    return tf.reduce_sum(stack * weights, axis=0)
 
 
 def _select_separate(values: Sequence[Any], replica_id: tf.Tensor) -> Any:
@@ -466,8 +738,10 @@ class Symbolic(PerReplica):
 
 _KINDS: dict[str, Any] = {
     "rows": BatchRows,
+    "micro_batches": MicroBatches,
     "stacked": Stacked,
     "concatenated": Concatenated,
+    "concatenated_rows": ConcatenatedRows,
     "uniform": Uniform,
     "separate": Separate,
 }
@@ -476,6 +750,11 @@ _KINDS: dict[str, Any] = {
 for _kind in (*_KINDS.values(), Symbolic):
     # How a value is held is our business: Python's own messages ("unsupported operand type") say what it is.
     _kind.__name__ = _kind.__qualname__ = "PerReplica"
+
+
+def is_weighted(value: Any) -> bool:
+    """Whether the entries of a value weigh differently in a mean."""
+    return isinstance(value, PerReplica) and value.weights is not None
 
 
 class LocalResults(tuple):
@@ -501,15 +780,16 @@ def _local_results_to_tensor(value: LocalResults, dtype: Any = None, name: Any =
 _tf.register_conversion(LocalResults, _local_results_to_tensor)
 
 
-def scale_by_replicas(value: Any, num_replicas: int) -> Any:
+def scale_by_replicas(value: Any, num_replicas: Any) -> Any:
     """The sum of N equal values."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(
-            tf.tile(value.values, tf.concat([[num_replicas], tf.ones([tf.rank(value.values) - 1], tf.int32)], 0)),
-            tf.tile(value.indices, [num_replicas]),
+            tf.tile(value.values, tf.concat([[tf.cast(num_replicas, tf.int32)], tf.ones([tf.rank(value.values) - 1], tf.int32)], 0)),
+            tf.tile(value.indices, [tf.cast(num_replicas, tf.int32)]),
             value.dense_shape,
         )
-    if isinstance(value, tf.Tensor):
+    if isinstance(value, tf.Tensor) or isinstance(num_replicas, tf.Tensor):
+        value = tf.convert_to_tensor(value)
         return value * tf.cast(num_replicas, value.dtype)
     return value * num_replicas
 
@@ -525,9 +805,13 @@ def add_values(values: Sequence[Any]) -> Any:
     return tf.add_n([tf.convert_to_tensor(value) for value in values])
 
 
-def divide_by_replicas(total: Any, num_replicas: int) -> Any:
+def divide_by_replicas(total: Any, num_replicas: Any) -> Any:
+    """A mean from a sum; integers become float64."""
     if isinstance(total, tf.IndexedSlices):
-        return tf.IndexedSlices(total.values / num_replicas, total.indices, total.dense_shape)
+        return tf.IndexedSlices(divide_by_replicas(total.values, num_replicas), total.indices, total.dense_shape)
+    if isinstance(num_replicas, tf.Tensor):
+        total = total if total.dtype.is_floating or total.dtype.is_complex else tf.cast(total, tf.float64)
+        num_replicas = tf.cast(num_replicas, total.dtype)
     return total / num_replicas
 
 

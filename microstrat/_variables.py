@@ -213,6 +213,14 @@ class _PerReplicaRows:
             return self.read_value()  # type: ignore[attr-defined]
 
 
+def combined(variable: Any, method: str, value: Any) -> Any:
+    """What an assignment in a replica function assigns; of a whole batch, what its micro-batches' come to."""
+    tracing = _context.current_tracing()
+    if tracing is None or not variable.in_own_replica_context():
+        return value
+    return tracing.combine_write(variable, method, value)
+
+
 class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     """A variable with synchronization ON_WRITE (the default): one value for all replicas.
 
@@ -280,6 +288,15 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         """Sets every replica's value; `values` is [N, ...]."""
         self.ensure_rows()
         self.rows.assign(values)
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign(combined(self, "assign", value), *args, **kwargs)
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_add(combined(self, "assign_add", value), *args, **kwargs)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().assign_sub(combined(self, "assign_sub", value), *args, **kwargs)
 
     def _assume_shared(self, *, writing: bool) -> None:
         """Notes the functions being traced: they are out of date once the variable gets a value per replica."""
@@ -475,7 +492,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
     def _assign_anywhere(self, method: str, value: Any, use_locking: Any, name: Any, read_value: bool) -> Any:
         with _tf.enter_or_assert_strategy(self._distribute_strategy):
             if self.in_own_replica_context():
-                return getattr(ReplicaView(self), method)(value, use_locking, name, read_value)
+                return getattr(ReplicaView(self), method)(combined(self, method, value), use_locking, name, read_value)
             if _in_update_context():
                 view = self._get_replica(_tf.get_update_replica_id())
                 return getattr(view, method)(value, use_locking, name, read_value)

@@ -1,0 +1,245 @@
+"""The boundary to Keras: what microstrat must know of Keras' inside, and the only module that patches it.
+
+Nothing here imports Keras: a program that has not, does not use it. Works for Keras 3 and tf_keras, whichever are loaded.
+
+Checked on Keras 3.12 and 3.15, tf_keras 2.16 and 2.21 unless a line says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+_MEANS = ("mean", "sum_over_batch_size", "auto")
+
+
+class Combiner(Protocol):
+    """How a trace over micro-batches adds and weighs what they compute."""
+
+    def varies(self, value: Any) -> bool:
+        """Whether micro-batches have different values."""
+        ...
+
+    def total(self, value: Any) -> Any:
+        """Sum over the micro-batches."""
+        ...
+
+    def fraction(self) -> tf.Tensor:
+        """What this micro-batch weighs in a mean over all; adds up to 1."""
+        ...
+
+
+def _frames() -> Iterator[Any]:
+    """The calls that are running on this thread, innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _classes(*names: str) -> tuple[type, ...]:
+    """Those of the classes 'module:Name' whose module is loaded."""
+    found = []
+    for name in names:
+        module, _, attribute = name.partition(":")
+        if module in sys.modules and hasattr(sys.modules[module], attribute):
+            found.append(getattr(sys.modules[module], attribute))
+    return tuple(found)
+
+
+def _optimizers() -> tuple[type, ...]:
+    return (
+        *_classes("keras.src.optimizers.base_optimizer:BaseOptimizer"),
+        *_classes("tf_keras.src.optimizers.optimizer:_BaseOptimizer"),
+        *_classes("tf_keras.src.optimizers.legacy.optimizer_v2:OptimizerV2"),
+        tf.compat.v1.train.Optimizer,
+    )
+
+
+def optimizer_is_applying() -> bool:
+    """Whether an optimizer has been given gradients and is at work on them."""
+    kinds = _optimizers()
+    return any(isinstance(frame.f_locals.get("self"), kinds) for frame in _frames())
+
+
+def batch_normalization_updating(variable: Any) -> Any:
+    """The BatchNormalization layer that is updating `variable`, one of its moving statistics; None if none is.
+
+    The layer computes the value to assign from the batch's statistics and its momentum. To combine those of micro-batches
+    one must know the momentum, and which of the two statistics it is.
+    """
+    kinds = (
+        *_classes("keras.src.layers.normalization.batch_normalization:BatchNormalization"),
+        *_classes("tf_keras.src.layers.normalization.batch_normalization:BatchNormalizationBase"),
+    )
+    for frame in _frames():
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, kinds) and not getattr(layer, "renorm", False):
+            if any(plain(getattr(layer, name)) is variable for name in ("moving_mean", "moving_variance")):
+                return layer
+    return None
+
+
+def plain(variable: Any) -> Any:
+    """The tf.Variable behind a Keras variable; anything else as it is."""
+    inner = getattr(variable, "_value", None)
+    return inner if inner is not None and isinstance(inner, tf.Variable) else variable
+
+
+def scalar_mean_updating(variable: Any, varies: Callable[[Any], bool]) -> bool:
+    """Whether a Mean metric is adding one number for the whole batch (its loss, say) to `variable`, its total.
+
+    It counts that number once, or with a weight that micro-batches have in common. So it is a value of the batch, and not
+    the sum of something over rows, which is what metrics add otherwise.
+    """
+    kinds = (
+        *_classes("keras.src.metrics.reduction_metrics:Mean"),
+        *_classes("tf_keras.src.metrics.base_metric:Reduce"),
+    )
+    for frame in _frames():
+        metric, values = frame.f_locals.get("self"), frame.f_locals.get("values")
+        if frame.f_code.co_name != "update_state" or not isinstance(metric, kinds) or values is None:
+            continue
+        if plain(metric.total) is variable and hasattr(metric, "count"):
+            return tf.convert_to_tensor(values).shape.rank == 0 and not varies(frame.f_locals.get("sample_weight"))
+    return False
+
+
+# --- Results ------------------------------------------------------------------------------------------------------------
+def weigh_results(is_weighted: Callable[[Any], bool]) -> None:
+    """Makes fit's logs weigh values that do not weigh the same.
+
+    Keras averages what replicas return with `tf.reduce_mean` (tf_keras adds it up), not with `strategy.reduce`. The function
+    that does is replaced for good, and differs from Keras' for values of which `is_weighted` only.
+    """
+    for name in ("keras.src.backend.tensorflow.trainer", "tf_keras.src.engine.training"):
+        module = sys.modules.get(name)
+        if module is not None and not hasattr(module.reduce_per_replica, "stock"):
+            module.reduce_per_replica = _weighing(module.reduce_per_replica, is_weighted)
+
+
+def _weighing(stock: Callable[..., Any], is_weighted: Callable[[Any], bool]) -> Callable[..., Any]:
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        if reduction in ("auto", "mean"):
+            values = tf.nest.map_structure(
+                lambda value: strategy.reduce("MEAN", value, axis=None) if is_weighted(value) else value, values
+            )
+        return stock(values, strategy, reduction)
+
+    reduce_per_replica.stock = stock  # pyright: ignore[reportFunctionMemberAccess]
+    return reduce_per_replica
+
+
+# --- Losses -------------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    stock = getattr(owner, name)
+    setattr(owner, name, make(stock))
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
+@contextlib.contextmanager
+def whole_batch_losses(combiner: Combiner, loss_reduction: str) -> Iterator[None]:
+    """Makes Keras' losses add up to the whole batch's, whatever they are divided by.
+
+    Keras knows what a loss is: a sum, a mean over rows, over what a mask leaves, over the sum of the sample weights. Each
+    is multiplied here by what makes the trace's combination of the micro-batches' losses the whole batch's loss: with
+    `loss_reduction` "mean" their mean weighted by `fraction`, with "sum" their sum.
+    """
+    is_sum = loss_reduction == "sum"
+    loaded = sys.modules
+    patches = [
+        ("keras.src.losses.loss", "apply_mask", _masked),
+        ("keras.src.losses.loss", "reduce_values", functools.partial(_reduced, is_sum=is_sum)),
+        ("tf_keras.src.utils.losses_utils", "apply_valid_mask", _masked_tf_keras),
+        ("tf_keras.src.utils.losses_utils", "reduce_weighted_loss", functools.partial(_reduced_tf_keras, is_sum=is_sum)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, name, make in patches:
+            if module in loaded:
+                stack.enter_context(_replaced(loaded[module], name, functools.partial(make, combiner)))
+        for trainer in _classes("keras.src.backend.tensorflow.trainer:TensorFlowTrainer"):
+            if not is_sum:
+                added = functools.partial(_added, combiner)
+                stack.enter_context(_replaced(trainer, "_aggregate_additional_loss", added))
+        if is_sum and hasattr(loaded.get("keras.src.losses.loss"), "unscale_loss_for_distribution"):
+            # Keras calls this on the loss that it logs, and nowhere else.
+            new = loaded["keras.src.losses.loss"]
+            stack.enter_context(_replaced(new, "unscale_loss_for_distribution", lambda _: combiner.total))
+        yield
+
+
+def _share(part: tf.Tensor, combiner: Combiner) -> tf.Tensor:
+    """This micro-batch's share of a denominator, over what it weighs anyway."""
+    whole = combiner.total(part)
+    return tf.math.divide_no_nan(part, whole * tf.cast(combiner.fraction(), part.dtype))
+
+
+def _masked(combiner: Combiner, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+        weights = stock(sample_weight, mask, dtype, reduction)
+        if mask is None or reduction not in _MEANS or not combiner.varies(mask):
+            return weights
+        return weights * _share(tf.reduce_sum(tf.cast(mask, dtype)), combiner)
+
+    return apply_mask
+
+
+def _masked_tf_keras(combiner: Combiner, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_valid_mask(losses: Any, sw: Any, mask: Any, reduction: Any) -> Any:
+        weights = stock(losses, sw, mask, reduction)
+        if mask is None or reduction not in _MEANS or not combiner.varies(mask):
+            return weights
+        return weights * _share(tf.reduce_sum(tf.cast(mask, losses.dtype)), combiner)
+
+    return apply_valid_mask
+
+
+def _reduced(combiner: Combiner, stock: Callable[..., Any], *, is_sum: bool) -> Callable[..., Any]:
+    def reduce_values(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
+        loss = stock(values, sample_weight, reduction)
+        if values.shape.rank == 0 or not combiner.varies(loss):
+            return loss
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            loss = loss * _share(tf.cast(tf.reduce_sum(sample_weight), loss.dtype), combiner)
+            reduction = "mean"
+        return _as_declared(loss, reduction, combiner, is_sum=is_sum)
+
+    return reduce_values
+
+
+def _reduced_tf_keras(combiner: Combiner, stock: Callable[..., Any], *, is_sum: bool) -> Callable[..., Any]:
+    def reduce_weighted_loss(weighted_losses: Any, reduction: Any = "sum_over_batch_size") -> Any:
+        loss = stock(weighted_losses, reduction)
+        if weighted_losses.shape.rank == 0 or not combiner.varies(loss):
+            return loss
+        return _as_declared(loss, reduction, combiner, is_sum=is_sum)
+
+    return reduce_weighted_loss
+
+
+def _as_declared(loss: tf.Tensor, reduction: Any, combiner: Combiner, *, is_sum: bool) -> tf.Tensor:
+    """A sum where means are declared, or a mean where sums are, scaled to be what is declared."""
+    if reduction == "sum" and not is_sum:
+        return loss / tf.cast(combiner.fraction(), loss.dtype)
+    if reduction in (*_MEANS, "mean_with_sample_weight") and is_sum:
+        return loss * tf.cast(combiner.fraction(), loss.dtype)
+    return loss
+
+
+def _added(combiner: Combiner, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def aggregate_additional_loss(self: Any, loss: Any) -> Any:
+        total = stock(self, loss)
+        # Keras adds the entries of an add_loss() of one for each row.
+        of_rows = isinstance(loss, tf.Tensor) and loss.shape.rank and loss.shape[0] is None and combiner.varies(loss)
+        return total / tf.cast(combiner.fraction(), total.dtype) if of_rows else total
+
+    return aggregate_additional_loss

@@ -1,0 +1,417 @@
+"""Whole-batch semantics: one replica, whose batch is cut into micro-batches only to fit the memory.
+
+The replica function is code for one device. What it computes from the whole batch is put together from what it computes
+from the micro-batches, at the places where single values come out of many rows:
+
+    a gradient by a variable    the sum over micro-batches, each with its share of the rows (`fraction`) as cotangent
+    an assignment               one, of what the micro-batches' assignments come to (`combine_write`)
+    an explicit collective      the sum, the mean weighted by rows, all rows
+    what the function returns   one value per micro-batch, weighted by rows when it is averaged (`_lower`)
+
+After each of these a value is the same for all micro-batches, so everything that follows (clipping, loss-scale checks,
+the optimizer, `result()` of a metric) runs once, on the whole batch's value, as it does on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from microstrat import _context, _errors, _keras, _tf, _values
+
+LOSS_REDUCTIONS = ("mean", "sum")
+_GENERATORS = ("RngReadAndSkip", "RngSkip", "StatefulUniform")
+
+
+class WholeBatch(_context.Tracing):
+    """One run of a replica function on behalf of all micro-batches of its batch.
+
+    Attributes:
+      loss_reduction: "mean" if the losses are means over rows, "sum" if they are sums.
+    """
+
+    # A draw, a print, a Python function without anything of a micro-batch in it happens once, as on one device.
+    draws_per_turn = False
+    rows_per_turn = False
+
+    def __init__(self, *args: Any, loss_reduction: str, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.loss_reduction = loss_reduction
+        self._fraction: tf.Tensor | None = None
+        self._weight: tf.Tensor | None = None
+        self._taking_gradient = False
+        self._means: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def _replica_id(self) -> tf.Tensor:
+        return tf.constant(0)
+
+    def context(self) -> _context.SymbolicReplicaContext:
+        return WholeBatchContext(self)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        if self.turns.most == 1:
+            yield
+            return
+        with (
+            _tf.hooked_gradients(self._gradient),
+            _keras.whole_batch_losses(self, self.loss_reduction),
+            _tf.hooked_operations(self._own_draws),
+        ):
+            yield
+
+    def varies(self, value: Any) -> bool:
+        return self.turns.most > 1 and super().varies(value)
+
+    def uniform_sum(self, value: tf.Tensor) -> tf.Tensor:
+        return value
+
+    def writes_in_order(self, op: tf.Operation, owner: Any) -> bool:
+        """Random generators go on from micro-batch to micro-batch; all else of the strategy's is written once."""
+        return owner is None or op.type in _GENERATORS
+
+    # --- What a micro-batch weighs ------------------------------------------------------------------------------------
+    def fraction(self) -> tf.Tensor:
+        """Float32 scalar: this micro-batch's share of the rows, or of the weights that the user gave."""
+        if self._fraction is None:
+            with self.graph.as_default(), tf.control_dependencies(None):
+                if self._weight is not None:
+                    self._fraction = self._weight / self.total(self._weight)
+                else:
+                    rows = self.turns.rows_of_turn(self.turn)
+                    self._fraction = tf.cast(rows, tf.float32) / tf.cast(self.turns.rows, tf.float32)
+        return self._fraction
+
+    def set_weight(self, weight: Any) -> None:
+        """See `microstrat.set_weight`."""
+        weight = tf.convert_to_tensor(weight)
+        if weight.shape.rank != 0:
+            raise _errors.weight_not_scalar(weight.shape)
+        if self._fraction is not None:
+            raise _errors.weight_too_late(self.function_name)
+        if self.varies(weight):
+            self._weight = self._out_of_branches("sum", tf.cast(weight, tf.float32))
+
+    def result_weights(self) -> tf.Tensor | None:
+        """Float32 [n], what the results of each micro-batch weigh in a mean; None if their rows are what they weigh."""
+        if self._weight is None:
+            return None
+        weights = self.collect(_context.Collective("concat"), self._weight[tf.newaxis])
+        with self.graph.as_default():
+            missing = self.turns.most - tf.shape(weights)[0]
+            return tf.ensure_shape(tf.pad(weights, [[0, missing]]), [self.turns.most])
+
+    def weights_of_turns(self) -> tf.Tensor | None:
+        if self.turns.most == 1:
+            return None
+        return tf.cast(self.turns.rows_of_turn(tf.range(self.turns.most)), tf.float32)
+
+    def concatenated(self, flat: tf.Tensor, lengths: tf.Tensor) -> _values.PerReplica:
+        return _values.ConcatenatedRows(self.turns.most, flat, lengths)
+
+    # --- Sums and means -----------------------------------------------------------------------------------------------
+    def total(self, value: Any) -> Any:
+        """The sum over the micro-batches; of what is theirs together, the one value."""
+        if not self.varies_anywhere(value):
+            return value
+        if isinstance(value, tf.IndexedSlices):
+            return super().reduce(tf.distribute.ReduceOp.SUM, value)
+        uniform, varying = self._terms(tf.convert_to_tensor(value))
+        total = self.collect(_context.Collective("sum"), _add(varying))
+        return _add([*uniform, total])
+
+    def _terms(self, value: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The terms of a sum: those that all micro-batches have in common (a regularizer's), which count once; the others."""
+        if not self.varies(value):
+            return [value], []
+        op = _see_through(value).op
+        if op.type == "Sum" and op.inputs[0].op.type == "Pack":  # Keras adds losses up this way
+            op = op.inputs[0].op
+        if op.graph is not self.graph or op.type not in ("AddN", "AddV2", "Pack"):
+            return [], [value]
+        if any(tensor.shape != value.shape for tensor in op.inputs):
+            return [], [value]
+        parts = [self._terms(tensor) for tensor in op.inputs]
+        uniform = [term for one, _ in parts for term in one]
+        return (uniform, [term for _, one in parts for term in one]) if uniform else ([], [value])
+
+    def mean(self, value: Any) -> Any:
+        """The mean over the micro-batches, weighted by `fraction`; float64 for integers."""
+        return self.total(self._weigh(value)) if self.varies_anywhere(value) else value
+
+    def varies_anywhere(self, value: Any) -> bool:
+        parts = tf.nest.flatten(value, expand_composites=True)
+        return any(self.varies(part) for part in parts)
+
+    def _weigh(self, value: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self._weigh(value.values), value.indices, value.dense_shape)
+        value = tf.convert_to_tensor(value)
+        if not (value.dtype.is_floating or value.dtype.is_complex):
+            value = tf.cast(value, tf.float64)
+        return value * tf.cast(self.fraction(), value.dtype)
+
+    def reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
+        if _keras.optimizer_is_applying():
+            # Gradients that no tape of ours has summed: tf.gradients, or worked out by hand.
+            return self.mean(value) if self.loss_reduction == "mean" else self.total(value)
+        return self.total(value) if reduce_op == tf.distribute.ReduceOp.SUM else self.mean(value)
+
+    def reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
+        totals = [self.total(gradient) for gradient in gradients]
+        return totals if reduce_op == tf.distribute.ReduceOp.SUM else [self._weigh(total) for total in totals]
+
+    def gather(self, value: tf.Tensor, axis: int) -> tf.Tensor:
+        if not self.varies(value):
+            return value
+        if axis != 0:
+            raise _errors.gather_not_rows(self.function_name, axis)
+        return super().gather(value, axis)
+
+    def first(self, value: Any) -> Any:
+        return value
+
+    def all_values(self, value: Any) -> tuple[Any, ...]:
+        return (value,)
+
+    # --- Gradients ----------------------------------------------------------------------------------------------------
+    def _gradient(
+        self, compute: Callable[..., Any], target: Any, sources: Any, output_gradients: Any, **options: Any
+    ) -> Any:
+        """In place of GradientTape.gradient: gradients come out as the whole batch's.
+
+        A mean loss of one micro-batch stands in the whole batch's loss with its share of the rows, which is therefore its
+        cotangent. A tensor with a value for each row is part of the whole batch's as it is. Gradients by the strategy's
+        variables are then summed; those by other tensors are about this micro-batch's rows.
+        """
+        targets = tf.nest.flatten(target)
+        flat = tf.nest.flatten(sources)
+        owned = [isinstance(_keras.plain(source), _tf.DistributedVariable) for source in flat]
+        # In a gradient function (tf.recompute_grad) the tape outside sums; tape.jacobian calls this in a loop over rows.
+        inside = self._taking_gradient or (_context.in_loop(tf.compat.v1.get_default_graph()) and not any(owned))
+        if inside or _context.current_tracing() is not self or not self.varies_anywhere(targets):
+            return compute(target, sources, output_gradients=output_gradients, **options)
+        if self.loss_reduction == "mean":
+            given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)
+            output_gradients = [self._cotangent(*pair) for pair in zip(targets, given, strict=True)]
+            if not any(owned) and not all(_has_row_axis(one) for one in targets):
+                self.strategy.extended.announce("inner gradient", _errors.gradient_of_inner_mean(self.function_name))
+        self._taking_gradient = True
+        try:
+            gradients = compute(targets, flat, output_gradients=output_gradients, **options)
+        finally:
+            self._taking_gradient = False
+        summed = [
+            self._differentiable_total(gradient) if own and gradient is not None else gradient
+            for gradient, own in zip(gradients, owned, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(sources, summed)
+
+    def _cotangent(self, target: Any, given: Any) -> Any:
+        cotangent = tf.ones_like(target) if given is None else given
+        return cotangent if _has_row_axis(target) else self._weigh(cotangent)
+
+    def _differentiable_total(self, value: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices) or not _tf.tape_is_recording():
+            return self.total(value)
+
+        @tf.custom_gradient
+        def total(part: tf.Tensor) -> Any:
+            return self.total(part), self._differentiable_total
+
+        return total(value)
+
+    # --- State --------------------------------------------------------------------------------------------------------
+    def combine_write(self, variable: Any, method: str, value: Any) -> Any:
+        """What `variable.method(value)` of the whole batch assigns, from what each micro-batch would.
+
+        Sums (aggregation SUM, as Keras' metrics declare; integers, which count) add up. Anything else is taken for a
+        statistic of the batch, of which the mean is taken.
+        """
+        value = tf.convert_to_tensor(value, dtype=variable.dtype)
+        if not self.varies(value):
+            return value
+        if not (value.dtype.is_floating or value.dtype.is_complex or value.dtype.is_integer):
+            raise _errors.cannot_combine(variable.name, value.dtype.name, self.function_name)
+        if self.loss_reduction == "mean" and _keras.scalar_mean_updating(variable, self.varies):
+            return self.mean(value)
+        if variable.aggregation == tf.VariableAggregation.SUM or value.dtype.is_integer:
+            return self._combine_sum(variable, method, value)
+        layer = _keras.batch_normalization_updating(variable)
+        if layer is not None:
+            return self._combine_batch_norm(layer, variable, method, value)
+        if variable.aggregation != tf.VariableAggregation.MEAN:
+            self.strategy.extended.announce(variable.name, _errors.mean_assigned(variable.name, self.function_name))
+        return self.mean(value)
+
+    def _combine_sum(self, variable: Any, method: str, value: tf.Tensor) -> tf.Tensor:
+        if method != "assign":
+            return self.total(value)
+        added = self._added_to(variable, value)
+        if added is not None:
+            return tf.convert_to_tensor(variable) + self.total(added)
+        if self._reads(variable, value):
+            before = tf.convert_to_tensor(variable)
+            return before + self.total(value - before)
+        if variable.aggregation != tf.VariableAggregation.SUM:
+            self.strategy.extended.announce(variable.name, _errors.sum_assigned(variable.name, self.function_name))
+        return self.total(value)
+
+    def _added_to(self, variable: Any, value: tf.Tensor) -> tf.Tensor | None:
+        """`x` of `variable.assign(variable + x)`, None if that is not what happens."""
+        op = _see_through(value).op
+        if op.type in ("AddV2", "Add"):
+            for one, other in (op.inputs, reversed(op.inputs)):
+                one = _see_through(one)
+                if self._is_read(one.op, variable) and not self._reads(variable, other):
+                    return other
+        return None
+
+    def _is_read(self, op: tf.Operation, variable: Any) -> bool:
+        if op.type not in ("ReadVariableOp", "ResourceGather"):
+            return False
+        handle: Any = op.inputs[0]
+        while isinstance(getattr(handle, "graph", None), _tf.FuncGraph):
+            outer = next((outer for outer, inner in handle.graph.captures if inner is handle), None)
+            if outer is None:
+                return False
+            handle = outer
+        return handle is variable.primary.handle or variable.handle_is_rows(handle)
+
+    def _reads(self, variable: Any, value: tf.Tensor) -> bool:
+        """Whether `value` depends on the variable's value before."""
+        stack, seen = [value.op], set()
+        while stack:
+            op = stack.pop()
+            if op in seen:
+                continue
+            seen.add(op)
+            if self._is_read(op, variable):
+                return True
+            stack.extend(self._sources_of(op) if op.type == "Placeholder" else [tensor.op for tensor in op.inputs])
+        return False
+
+    def _combine_batch_norm(self, layer: Any, variable: Any, method: str, value: tf.Tensor) -> tf.Tensor:
+        """Moving statistics as the whole batch's mean and variance would change them.
+
+        The variance of all rows is the mean of the micro-batches' variances plus the variance of their means. What a
+        layer assigns moves by (1 - momentum) times (statistic - old value), and so reveals the statistic.
+        """
+        mean = self.mean(value)
+        step = value - tf.convert_to_tensor(variable) if method == "assign" else value
+        if variable is _keras.plain(layer.moving_mean):
+            self._means[id(layer)] = (self.mean(step), self.mean(tf.square(step)))
+            return mean
+        if id(layer) not in self._means or layer.momentum == 1:
+            return mean
+        mean_step, mean_square = self._means[id(layer)]
+        between = tf.maximum(mean_square - tf.square(mean_step), 0) / (1 - layer.momentum)
+        between = tf.cast(between, value.dtype)
+        return mean - between if method == "assign_sub" else mean + between
+
+    # --- Random draws -------------------------------------------------------------------------------------------------
+    def _own_draws(self, draw: _tf.StatelessDraw) -> tf.Tensor | None:
+        """Gives draws whose shape has the micro-batch's rows in it a key of their own in every micro-batch.
+
+        Their seed is one for the whole batch, so all would draw the same. A draw of another shape (noise for the weights)
+        is the whole batch's, and stays one.
+        """
+        if _context.current_tracing() is not self or not any(self.varies(tensor) for tensor in draw.other_inputs):
+            return None
+        return None if self.varies(draw.key) else draw.key_for(_context.live_turn(), self.turns.most)
+
+
+def _has_row_axis(value: Any) -> bool:
+    """Rows of a micro-batch are the only size that is unknown while tracing."""
+    return bool(value.shape.rank) and value.shape[0] is None
+
+
+def _add(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+    return terms[0] if len(terms) == 1 else tf.add_n(list(terms))
+
+
+def _see_through(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+class WholeBatchContext(_context.SymbolicReplicaContext):
+    """The one replica's context."""
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """On one replica an all-reduce changes nothing. Here the replica's value is that of the whole batch: of sums the sum
+        over the micro-batches, of means the mean weighted by rows."""
+        whole: Any = self.tracing
+        for part in tf.nest.flatten(value) if whole.turns.most > 1 else ():
+            if isinstance(part, tf.Tensor) and not part.shape.is_fully_defined() and whole.varies(part):
+                raise _errors.reduce_of_rows(whole.function_name, part.shape)
+        return super().all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """The rows of all micro-batches, i.e. of the whole batch; differentiable."""
+        del options
+        return tf.nest.map_structure(lambda part: self._gather(part, axis), value)
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        whole: Any = self.tracing
+        if isinstance(value, tf.IndexedSlices):
+            raise _errors.gather_slices()
+        value = tf.convert_to_tensor(value)
+        if not whole.varies(value):
+            return value
+
+        @tf.custom_gradient
+        def gather(part: tf.Tensor) -> Any:
+            own = tf.shape(part)[:1]
+            gathered = whole.gather(part, axis)
+
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                lengths = whole.collect(_context.Collective("concat"), own)
+                lengths.set_shape([None])
+                start = tf.reduce_sum(lengths[: whole.turn])
+                return self._reduce_gradient(tf.distribute.ReduceOp.SUM, [upstream])[0][start : start + own[0]]
+
+            return gathered, gradient
+
+        return gather(value)
+
+
+def set_weight(weight: Any) -> None:
+    """Says what this micro-batch weighs, for a loss that is not a mean over rows.
+
+    Under `microstrat.scope(micro_batches=n)`, the whole batch's gradient is the mean of its micro-batches' gradients,
+    weighted by their rows. That is right for a loss that is a mean over rows. A loss that is divided by something else, a
+    number of tokens say, must say so:
+
+        def train_step(x, y):
+            mask = tf.cast(y != 0, tf.float32)
+            microstrat.set_weight(tf.reduce_sum(mask))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(mask * token_losses(y, model(x))) / tf.reduce_sum(mask)
+            ...
+
+    It also weighs what the function returns, when `strategy.reduce("MEAN", ...)` averages it. Keras' own masked losses
+    and `reduction="mean_with_sample_weight"` need no weight: they are taken care of.
+
+    On one device without a strategy, and outside tf.function, the batch is whole and this does nothing.
+
+    Args:
+      weight: the denominator of this micro-batch's loss; a scalar, of any numeric dtype. Call it before the gradient.
+
+    Raises:
+      ValueError: if `weight` is not a scalar.
+      RuntimeError: if something has been weighted by rows already, or in a replica function of several replicas without
+        micro-batches (`replicas=N` alone), where the code scales its loss itself.
+    """
+    tracing = _context.current_tracing()
+    if isinstance(tracing, WholeBatch):
+        tracing.set_weight(weight)
+        return
+    context = tf.distribute.get_replica_context()
+    if isinstance(context, _context.ReplicaContext) and context.num_replicas_in_sync > 1:
+        if context.strategy.extended.micro_batches == 1:
+            raise _errors.weight_for_replicas()
