@@ -55,10 +55,12 @@ class Tracing:
       restart: why the trace must start again, if it must.
       draws_per_turn: whether random draws, prints and the like happen every turn, whatever they depend on.
       rows_per_turn: whether each turn has its own row of a variable with a value per replica.
+      listed: which results count as values of their own, see `_values.PerReplica`.
     """
 
     draws_per_turn = True
     rows_per_turn = True
+    listed = "all"
 
     def __init__(
         self,

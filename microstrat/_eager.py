@@ -230,10 +230,10 @@ def _share_variables(made: list[Any], number: int) -> Callable[..., Any]:
 
 def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Any:
     """Runs `fn` for every replica and returns the regrouped results."""
-    number = strategy.num_replicas_in_sync
-    if number == 1:
+    if strategy.num_replicas_in_sync == 1:
         with EagerReplicaContext(strategy, 0, None), tf.device(device):
             return fn(*_values.select_replica(tuple(args), 0), **_values.select_replica(kwargs, 0))
+    number = int(_values.turns((tuple(args), kwargs), strategy.num_replicas_in_sync).running)
     made: list[Any] = []
     registers = _Registers()
     replicas = [
@@ -260,7 +260,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
     registers.finish()
     for variable in strategy.extended.local_variables():
         variable.follow_replica_0()
-    return _values.regroup([replica.result for replica in replicas])
+    return _values.regroup([replica.result for replica in replicas], number=strategy.num_replicas_in_sync)
 
 
 def _drive(strategy: Any, replicas: list[_Replica]) -> None:

@@ -270,6 +270,22 @@ class MicroBatchExtended(_tf.StrategyExtended):
             raise _errors.reduce_plain_value(value)
         return _values.scale_by_replicas(value, self._number)
 
+    @property
+    def reduces_axes_itself(self) -> bool:
+        """tf.distribute reduces an axis in a replica function, which has no rows of micro-batches to add."""
+        return self._number == 1 and self.micro_batches > 1
+
+    def reduce_axis(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """`strategy.reduce` over an axis of what micro-batches returned, and over the micro-batches."""
+        is_sum = tf.distribute.ReduceOp(getattr(reduce_op, "value", reduce_op).upper()) == tf.distribute.ReduceOp.SUM
+
+        def reduce(part: Any) -> Any:
+            if isinstance(part, _values.PerReplica) and not isinstance(part, _tf.DistributedVariable):
+                return part.reduce_axis(is_sum, axis)
+            return (tf.reduce_sum if is_sum else tf.reduce_mean)(part, axis)
+
+        return tf.nest.map_structure(reduce, value)
+
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
 
@@ -282,10 +298,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
             assert tracing is not None
             return tracing.gather(tf.convert_to_tensor(value.value), axis)
         if isinstance(value, tf.distribute.DistributedValues):
-            parts = self._local_results(value)
-            if any(isinstance(part, tf.IndexedSlices) for part in parts):
-                raise _errors.gather_slices()
-            return tf.concat(list(parts), axis)
+            per_replica = value if isinstance(value, _values.PerReplica) else _values.Separate(self._local_results(value))
+            return per_replica.gather(axis)
         return value
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:

@@ -44,7 +44,7 @@ def _wrap_spec(strategy: Any, element_spec: Any) -> Any:
     if num_parts == 1:
         return element_spec
     return tf.nest.map_structure(
-        lambda spec: _values.PerReplicaSpec(kind, num_parts, False, spec) if isinstance(spec, _PLAIN_SPECS) else spec,
+        lambda spec: _values.PerReplicaSpec(kind, num_parts, "", spec) if isinstance(spec, _PLAIN_SPECS) else spec,
         element_spec,
     )
 

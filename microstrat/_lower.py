@@ -464,7 +464,7 @@ class _Emitter:
         def build(value: Any) -> Any:
             parts = [next(remaining) for _ in tf.nest.flatten(value, expand_composites=True)]
             result = self._value(value, parts)
-            return result.with_weights(weights) if isinstance(result, _values.PerReplica) else result
+            return result.with_weights(weights, self.tracing.listed) if isinstance(result, _values.PerReplica) else result
 
         return tf.nest.map_structure(build, self.trace.structure)
 
@@ -483,9 +483,8 @@ class _Emitter:
         if not isinstance(value, tf.Tensor):
             columns = [self._separate(part) for part in parts]
             rows = zip(*columns, strict=True)
-            return _values.Separate(
-                [tf.nest.pack_sequence_as(value, list(row), expand_composites=True) for row in rows]
-            )
+            entries = [tf.nest.pack_sequence_as(value, list(row), expand_composites=True) for row in rows]
+            return _values.Separate([self._if_it_ran(turn, entry) for turn, entry in enumerate(entries)])
         (part,) = parts
         key, shape = self.key(part), part.shape
         if shape.is_fully_defined():
@@ -495,7 +494,14 @@ class _Emitter:
             flat = joined.tensor
             flat.set_shape([None, *shape[1:]])
             return self.tracing.concatenated(flat, tf.ensure_shape(joined.lengths, [most]))
-        return _values.Separate(self._separate(part))
+        return _values.Separate([self._if_it_ran(turn, entry) for turn, entry in enumerate(self._separate(part))])
+
+    def _if_it_ran(self, turn: int, entry: Any) -> Any:
+        """The result of a turn, without rows if it never ran."""
+        if isinstance(self.turns.running, int) or isinstance(entry, tf.IndexedSlices) or not entry.shape.rank:
+            return entry
+        rows = _values.count_rows(entry)
+        return _values.cut_rows(entry, 0, tf.where(turn < self.turns.running, rows, 0))
 
     def _separate(self, part: Any) -> list[Any]:
         most = self.turns.most

@@ -136,6 +136,8 @@ class MicroBatchStrategy(tf.distribute.Strategy):
           A tensor of the values' dtype (integers with MEAN: float64).
         """
         self._check_scope("strategy.reduce")
+        if axis is not None and self.extended.reduces_axes_itself:
+            return self.extended.reduce_axis(reduce_op, value, axis)
         return super().reduce(reduce_op, value, axis)
 
     def _check_scope(self, what: str) -> None:

@@ -35,15 +35,19 @@ class Turns:
         runs, and a micro-batch without rows does not exist; the first one always runs.
       rows: of the batch that is cut: an int, a scalar, or None if there is no batch.
       share: rows of every part but the last, likewise.
+      lengths: rows of every part, [most], where they are given and not worked out from `rows` and `share`.
     """
 
     most: int
     running: Any
     rows: Any = None
     share: Any = None
+    lengths: Any = None
 
     def rows_of_turn(self, turn: tf.Tensor) -> tf.Tensor:
-        """Int32, how many rows the part of a turn has; `turn` is int32."""
+        """How many rows the part of a turn has; `turn` is int32."""
+        if self.lengths is not None:
+            return tf.gather(self.lengths, turn)
         rows, share = tf.cast(self.rows, tf.int32), tf.cast(self.share, tf.int32)
         return tf.clip_by_value(rows - turn * share, 0, share)
 
@@ -89,7 +93,9 @@ def turns(structure: Any, number: int, *, without_batch: int | None = None) -> T
         if isinstance(value, PerReplica) and not isinstance(value, _tf.DistributedVariable):
             running = value.count_running()
             if running is not None:
-                found.append(Turns(number, running, value.count_rows(), value.share()))
+                found.append(
+                    Turns(value.num_replicas, running, value.count_rows(), value.share(), value.lengths_of_parts())
+                )
     if not found:
         alone = without_batch or number
         return Turns(alone, alone)
@@ -208,43 +214,83 @@ class PerReplica(_tf.PerReplica):
     Attributes:
       num_replicas: number of entries: replicas, or micro-batches of one replica.
       weights: float32 [num_replicas], what each entry weighs in a mean; None if all weigh the same. An entry of weight 0
-        belongs to a replica or micro-batch that never ran, and is zeros.
+        belongs to a replica that never ran, and is zeros, or to a micro-batch that does not exist.
+      listed: "all" if `values` lists every entry, "some" if not those of weight 0. (In a graph it must list them all.)
     """
 
     num_replicas: int
     weights: tf.Tensor | None = None
+    listed = "all"
 
     def __init__(self, num_replicas: int):
         # TensorFlow's own __init__ would store a tuple of N values.
         self.num_replicas = num_replicas
         self._cache: tuple[Any, ...] | None = None
 
-    def with_weights(self, weights: tf.Tensor | None) -> PerReplica:
+    def with_weights(self, weights: tf.Tensor | None, listed: str) -> PerReplica:
         self.weights = weights
+        self.listed = listed
         return self
 
+    def _spec(self, kind: str, *parts: Any) -> PerReplicaSpec:
+        return PerReplicaSpec(kind, self.num_replicas, "" if self.weights is None else self.listed, *parts)
+
+    def _list(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        if self.weights is None or self.listed == "all" or not tf.executing_eagerly():
+            return tuple(entries)
+        return self._that_ran(entries)
+
+    def _that_ran(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """Outside graphs, the entries of weight > 0; in a graph nobody knows yet which they are."""
+        if self.weights is None or not tf.executing_eagerly():
+            return tuple(entries)
+        return tuple(entry for entry, weight in zip(entries, self.weights.numpy(), strict=True) if weight > 0)
+
+    def reduce_axis(self, is_sum: bool, axis: Any) -> Any:
+        """Sum or mean over an axis (or several) of the entries and over the entries, every number weighing alike."""
+        axes = [axis] if isinstance(axis, int) else list(axis)
+        entries = self._that_ran(self._entries())
+        total = tf.add_n([tf.reduce_sum(entry, axes) for entry in entries])
+        if is_sum:
+            return total
+        counts = [tf.reduce_prod(tf.gather(tf.shape(entry), axes)) for entry in entries]
+        return divide_by_replicas(total, tf.add_n(counts))
+
+    def gather(self, axis: int) -> tf.Tensor:
+        """All entries, concatenated along `axis`, replica 0 first."""
+        entries = self._that_ran(self._entries())
+        if any(isinstance(entry, tf.IndexedSlices) for entry in entries):
+            raise _errors.gather_slices()
+        return tf.concat(list(entries), axis)
+
     def count_rows(self) -> Any:
-        """Rows of the batch that the entries are cut from; None if there is no batch."""
+        """Rows of the batch that the entries are cut from, or what they weigh together; None if there is no batch."""
+        return None if self.weights is None else tf.reduce_sum(self.weights)
 
     def share(self) -> Any:
         """Rows of every entry but the last; None if there is no batch."""
 
+    def lengths_of_parts(self) -> Any:
+        """Rows of every entry, where they are not worked out from `count_rows` and `share`; or what each weighs."""
+        return self.weights
+
     def count_running(self) -> Any:
         """How many entries, from the first on, have anything to work on; None if that is not for this value to say."""
+        return None if self.weights is None else tf.maximum(tf.reduce_sum(tf.cast(self.weights > 0, tf.int32)), 1)
 
     def parts(self) -> tuple[Any, ...]:
         raise NotImplementedError
 
-    def _unstack(self) -> tuple[Any, ...]:
+    def _entries(self) -> tuple[Any, ...]:
         raise NotImplementedError
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The N values, replica 0 first."""
         if not tf.executing_eagerly():
-            return LocalResults(self._unstack(), self)
+            return LocalResults(self._list(self._entries()), self)
         if self._cache is None:
-            self._cache = LocalResults(self._unstack(), self)
+            self._cache = LocalResults(self._list(self._entries()), self)
         return self._cache
 
     @property
@@ -257,16 +303,16 @@ class PerReplica(_tf.PerReplica):
 
     def stacked(self) -> tf.Tensor:
         """All values as one tensor of shape [N, ...]; they must have one shape."""
-        return tf.stack(self.values)
+        return tf.stack(self._list(self._entries()))
 
     def reduce_sum(self) -> Any:
-        return tf.nest.map_structure(lambda *parts: tf.add_n(parts), *self.values)
+        return tf.nest.map_structure(lambda *parts: tf.add_n(parts), *self._entries())
 
     def reduce_mean(self) -> Any:
         if self.weights is None:
             return tf.nest.map_structure(lambda total: total / self.num_replicas, self.reduce_sum())
-        weights = self.weights / tf.reduce_sum(self.weights)
-        return tf.nest.map_structure(lambda *parts: weighted_sum(tf.stack(parts), weights), *self.values)
+        weights = self.weights
+        return tf.nest.map_structure(lambda *parts: weighted_mean(tf.stack(parts), weights), *self._entries())
 
     def __repr__(self) -> str:
         if not tf.executing_eagerly():
@@ -277,11 +323,11 @@ class PerReplica(_tf.PerReplica):
 
 
 class PerReplicaSpec(_tf.PerReplicaSpec):
-    """Type of a per-replica value: how it is held, N, whether it has weights, and the specs of its parts."""
+    """Type of a per-replica value: how it is held, N, what it lists if it has weights (else ""), and its parts' specs."""
 
     __slots__ = ["_kind", "_num_replicas", "_parts", "_weighted"]
 
-    def __init__(self, kind: str, num_replicas: int, weighted: bool, *parts: Any):
+    def __init__(self, kind: str, num_replicas: int, weighted: str, *parts: Any):
         super().__init__()
         self._kind = kind
         self._num_replicas = num_replicas
@@ -314,11 +360,8 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
     def _from_components(self, components: Sequence[Any]) -> PerReplica:
         parts = tuple(components)
         weights = parts[-1] if self._weighted else None
-        return (
-            _KINDS[self._kind]
-            .from_parts(self._num_replicas, parts[: len(self._parts)])
-            .with_weights(weights)
-        )
+        value = _KINDS[self._kind].from_parts(self._num_replicas, parts[: len(self._parts)])
+        return value.with_weights(weights, self._weighted)
 
 
 def _relax_rows(spec: Any) -> Any:
@@ -352,10 +395,13 @@ class BatchRows(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("rows", self.num_replicas, self.weights is not None, tf.type_spec_from_value(self.batch))
+        return self._spec("rows", tf.type_spec_from_value(self.batch))
 
     def count_rows(self) -> Any:
         return count_rows(self.batch)
+
+    def lengths_of_parts(self) -> Any:
+        return None
 
     def share(self) -> Any:
         return share_of(self.count_rows(), self.num_replicas)
@@ -369,7 +415,7 @@ class BatchRows(PerReplica):
         even = isinstance(rows, int) and rows % self.num_replicas == 0
         return cut_rows(self.batch, start, stop, size=rows // self.num_replicas if even else None)
 
-    def _unstack(self) -> tuple[Any, ...]:
+    def _entries(self) -> tuple[Any, ...]:
         if isinstance(self.batch, tf.Tensor):
             rows = count_rows(self.batch)
             if isinstance(rows, int):
@@ -450,7 +496,7 @@ class MicroBatches(BatchRows):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("micro_batches", self.num_replicas, False, tf.type_spec_from_value(self.batch))
+        return PerReplicaSpec("micro_batches", self.num_replicas, "", tf.type_spec_from_value(self.batch))
 
     def share(self) -> Any:
         return (even_share if self.even else share_of)(self.count_rows(), self.num_replicas)
@@ -469,12 +515,15 @@ class MicroBatches(BatchRows):
             part = cut_rows(self.batch, start, tf.minimum(start + tf.cast(share, tf.int32), tf.cast(rows, tf.int32)))
         return _forget_rows(part)
 
-    def _unstack(self) -> tuple[Any, ...]:
-        parts = super()._unstack()
+    def _entries(self) -> tuple[Any, ...]:
+        parts = super()._entries()
         return parts[: int(self.count_running())] if tf.executing_eagerly() else parts
 
     def reduce_sum(self) -> Any:
         return self.batch
+
+    def reduce_axis(self, is_sum: bool, axis: Any) -> Any:
+        return (tf.reduce_sum if is_sum else tf.reduce_mean)(self.batch, axis)
 
     reduce_mean = reduce_sum
 
@@ -507,18 +556,30 @@ class Stacked(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("stacked", self.num_replicas, self.weights is not None, tf.TensorSpec(self.stack.shape, self.stack.dtype))
+        return self._spec("stacked", tf.TensorSpec(self.stack.shape, self.stack.dtype))
 
     def select(self, replica_id: Any) -> Any:
         return tf.gather(self.stack, replica_id)
 
-    def _unstack(self) -> tuple[Any, ...]:
-        return _that_ran(tf.unstack(self.stack, num=self.num_replicas), self.weights)
+    def _entries(self) -> tuple[Any, ...]:
+        return tuple(tf.unstack(self.stack, num=self.num_replicas))
 
     def stacked(self) -> tf.Tensor:
-        if self.weights is not None and tf.executing_eagerly():
+        if self.weights is not None and self.listed == "some" and tf.executing_eagerly():
             return tf.boolean_mask(self.stack, self.weights > 0)
         return self.stack
+
+    def gather(self, axis: int) -> tf.Tensor:
+        if self.weights is None:
+            return super().gather(axis)
+        stack = tf.boolean_mask(self.stack, self.weights > 0)
+        if axis < 0:
+            axis += stack.shape.rank - 1
+        order = list(range(1, stack.shape.rank))
+        order.insert(axis, 0)
+        shape = tf.shape(stack)[1:]
+        joined = tf.concat([shape[:axis], [-1], shape[axis + 1 :]], 0)
+        return tf.reshape(tf.transpose(stack, order), joined)
 
     def reduce_sum(self) -> Any:
         return tf.reduce_sum(self.stack, axis=0)
@@ -526,7 +587,7 @@ class Stacked(PerReplica):
     def reduce_mean(self) -> Any:
         if self.weights is None:
             return tf.reduce_sum(self.stack, axis=0) / self.num_replicas
-        return weighted_sum(self.stack, self.weights / tf.reduce_sum(self.weights))
+        return weighted_mean(self.stack, self.weights)
 
 
 class Concatenated(PerReplica):
@@ -552,10 +613,8 @@ class Concatenated(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec(
+        return self._spec(
             self.kind,
-            self.num_replicas,
-            self.weights is not None,
             tf.TensorSpec(self.flat.shape, self.flat.dtype),
             tf.TensorSpec([self.num_replicas], tf.int64),
         )
@@ -564,8 +623,17 @@ class Concatenated(PerReplica):
         stop = tf.cumsum(self.lengths)[replica_id]
         return cut_rows(self.flat, stop - self.lengths[replica_id], stop)
 
-    def _unstack(self) -> tuple[Any, ...]:
-        return _that_ran(tf.split(self.flat, self.lengths, num=self.num_replicas), self.weights)
+    def _entries(self) -> tuple[Any, ...]:
+        return tuple(tf.split(self.flat, self.lengths, num=self.num_replicas))
+
+    def gather(self, axis: int) -> tf.Tensor:
+        return self.flat if axis == 0 else super().gather(axis)
+
+    def count_rows(self) -> Any:
+        return tf.reduce_sum(self.lengths)
+
+    def lengths_of_parts(self) -> Any:
+        return self.lengths
 
     def count_running(self) -> Any:
         # Up to the last one that has rows.
@@ -579,6 +647,9 @@ class ConcatenatedRows(Concatenated):
 
     def reduce_sum(self) -> Any:
         return self.flat
+
+    def reduce_axis(self, is_sum: bool, axis: Any) -> Any:
+        return (tf.reduce_sum if is_sum else tf.reduce_mean)(self.flat, axis)
 
     reduce_mean = reduce_sum
 
@@ -603,14 +674,14 @@ class Uniform(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("uniform", self.num_replicas, self.weights is not None, tf.type_spec_from_value(self.value))
+        return self._spec("uniform", tf.type_spec_from_value(self.value))
 
     def select(self, replica_id: Any) -> Any:
         del replica_id
         return self.value
 
-    def _unstack(self) -> tuple[Any, ...]:
-        return _that_ran((self.value,) * self.num_replicas, self.weights)
+    def _entries(self) -> tuple[Any, ...]:
+        return (self.value,) * self.num_replicas
 
     def stacked(self) -> tf.Tensor:
         return tf.repeat(self.value[tf.newaxis], self.num_replicas, axis=0)
@@ -648,18 +719,18 @@ class Separate(PerReplica):
     @property
     def _type_spec(self) -> PerReplicaSpec:
         specs = [tf.type_spec_from_value(value) for value in self._separate]
-        return PerReplicaSpec("separate", self.num_replicas, self.weights is not None, *specs)
+        return self._spec("separate", *specs)
 
     def select(self, replica_id: Any) -> Any:
         if isinstance(replica_id, int):
             return self._separate[replica_id]
         return _select_separate(self._separate, replica_id)
 
-    def _unstack(self) -> tuple[Any, ...]:
-        return _that_ran(self._separate, self.weights)
+    def _entries(self) -> tuple[Any, ...]:
+        return self._separate
 
     def reduce_sum(self) -> Any:
-        return add_values(self._separate)
+        return add_values(self._that_ran(self._separate))
 
     def reduce_mean(self) -> Any:
         if self.weights is not None and not isinstance(self._separate[0], tf.IndexedSlices):
@@ -667,19 +738,13 @@ class Separate(PerReplica):
         return divide_by_replicas(add_values(self._separate), self.num_replicas)
 
 
-def _that_ran(entries: Sequence[Any], weights: Any) -> tuple[Any, ...]:
-    """Outside graphs, the entries of replicas or micro-batches that ran; in a graph nobody knows yet which will."""
-    if weights is None or not tf.executing_eagerly():
-        return tuple(entries)
-    return tuple(entry for entry, weight in zip(entries, weights.numpy(), strict=True) if weight > 0)
-
-
-def weighted_sum(stack: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """The sum over the first axis, float64 for integers; `weights` is float32 [N]."""
+def weighted_mean(stack: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """The mean over the first axis, float64 for integers; `weights` is float32 [N]."""
     if not (stack.dtype.is_floating or stack.dtype.is_complex):
         stack = tf.cast(stack, tf.float64)
-    weights = tf.reshape(tf.cast(weights, stack.dtype), tf.concat([[-1], tf.ones([tf.rank(stack) - 1], tf.int32)], 0))
-    return tf.reduce_sum(stack * weights, axis=0)
+    weights = tf.cast(weights, stack.dtype)
+    shaped = tf.reshape(weights, tf.concat([[-1], tf.ones([tf.rank(stack) - 1], tf.int32)], 0))
+    return tf.reduce_sum(stack * shaped, axis=0) / tf.reduce_sum(weights)
 
 
 def _select_separate(values: Sequence[Any], replica_id: tf.Tensor) -> Any:
@@ -727,7 +792,7 @@ class Symbolic(PerReplica):
         del replica_id
         return self.value
 
-    def _unstack(self) -> tuple[Any, ...]:
+    def _entries(self) -> tuple[Any, ...]:
         return self._unstack_symbolic(self.value)
 
     def __repr__(self) -> str:
@@ -830,21 +895,39 @@ def select_replica(structure: Any, replica_id: Any) -> Any:
     return tf.nest.map_structure(select, structure)
 
 
-def regroup(values: Sequence[Any], *, always_wrap: bool = False) -> Any:
-    """N results of a replica function, replica 0 first, as one structure of per-replica values.
+def regroup(values: Sequence[Any], *, always_wrap: bool = False, number: int | None = None) -> Any:
+    """Results of a replica function, replica 0 first, as one structure of per-replica values.
+
+    With `number`, there are that many replicas, of which those after the given ones had no rows and never ran.
 
     Follows tf.distribute: equal structures; the same object in all replicas comes back as it is, unless `always_wrap`.
     """
     first = values[0]
     if isinstance(first, Mapping):
-        parts = [(key, regroup([value[key] for value in values], always_wrap=always_wrap)) for key in first]
+        parts = [(key, regroup([value[key] for value in values], always_wrap=always_wrap, number=number)) for key in first]
         return type(first)(parts)  # type: ignore[call-arg]
     if isinstance(first, list | tuple) and not isinstance(first, LocalResults):
         lengths = {len(value) for value in values}
         if len(lengths) > 1:
             raise _errors.different_structures(lengths)
-        items = [regroup([value[index] for value in values], always_wrap=always_wrap) for index in range(len(first))]
+        items = [
+            regroup([value[index] for value in values], always_wrap=always_wrap, number=number)
+            for index in range(len(first))
+        ]
         return getattr(first, "_make", type(first))(items)
-    if all(value is first for value in values) and not always_wrap:
+    is_tensor = isinstance(first, tf.Tensor | tf.IndexedSlices | tf.RaggedTensor | tf.SparseTensor)
+    alone = len(values) == 1 and is_tensor and number != 1
+    if all(value is first for value in values) and not always_wrap and not alone:
         return first
-    return Separate(values)
+    if number is None or number == len(values):
+        return Separate(values)
+    absent = [_without_rows(values[-1])] * (number - len(values)) if is_tensor else [first] * (number - len(values))
+    weights = tf.constant([1.0] * len(values) + [0.0] * len(absent))
+    return Separate([*values, *absent]).with_weights(weights, "all")
+
+
+def _without_rows(value: Any) -> Any:
+    """What stands for the result of a replica that never ran: zeros."""
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        return cut_rows(value, 0, 0)
+    return tf.nest.map_structure(tf.zeros_like, value, expand_composites=True)

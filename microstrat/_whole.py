@@ -36,6 +36,7 @@ class WholeBatch(_context.Tracing):
     # A draw, a print, a Python function without anything of a micro-batch in it happens once, as on one device.
     draws_per_turn = False
     rows_per_turn = False
+    listed = "some"
 
     def __init__(self, *args: Any, loss_reduction: str, **kwargs: Any):
         super().__init__(*args, **kwargs)
