@@ -31,10 +31,12 @@ class Collective:
     Attributes:
       kind: "sum", "concat" (along `axis`, replica 0 first) or "first" (replica 0's value).
       axis: for "concat".
+      between_replicas: whether it is over the replicas around a loop over the micro-batches of one.
     """
 
     kind: str
     axis: int = 0
+    between_replicas: bool = False
 
 
 class Tracing:
@@ -49,6 +51,8 @@ class Tracing:
       collectives: marker operation -> what it stands for. A marker passes its input through, so that the trace stays an
         ordinary graph; the lowering replaces it.
       cuts: operations that cut a replica's share out of an argument; cheap, so repeated rather than kept.
+      around: the trace of all replicas that this one of one replica's micro-batches is part of, if any.
+      outermost: the graph outside all traces.
       inline: whether nested tf.functions run inline (they hold a collective).
       lifted: whether a collective stood in a branch, and was lifted out of it.
       functions: the tf.functions whose traces this one becomes part of.
@@ -70,11 +74,14 @@ class Tracing:
         *,
         turns: _values.Turns,
         inline: bool,
+        around: Tracing | None = None,
     ):
         self.strategy = strategy
         self.turns = turns
         self.function_name = function_name
         self.outer = outer
+        self.around = around
+        self.outermost: tf.Graph = outer if around is None else around.outermost
         self.inline = inline
         # Names of operations and functions allow fewer characters than Python's, and none for a lambda.
         self.graph_name = re.sub(r"\W", "", function_name).lstrip("_") or "replica_function"
@@ -126,6 +133,10 @@ class Tracing:
         """Returned values of different lengths, joined."""
         return _values.Concatenated(self.turns.most, flat, lengths)
 
+    def present(self, result: Any) -> Any:
+        """A returned value as whoever called `run` sees it."""
+        return result.value if isinstance(result, _values.Uniform) and self.turns.most == 1 else result
+
     def writes_in_order(self, op: tf.Operation, owner: Any) -> bool:
         """Whether turns write a resource one after another, each seeing what those before it left there.
 
@@ -156,18 +167,27 @@ class Tracing:
         self.collectives[marker.op] = collective
         return marker
 
+    def collect_replicas(self, kind: str, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
+        """The result of a collective over the replicas."""
+        return self.collect(Collective(kind, axis), tensor)
+
+    @property
+    def running_replicas(self) -> Any:
+        """How many replicas have any rows, and run."""
+        return self.turns.running
+
     def reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
         """Sum or mean over the replicas of a tensor or IndexedSlices of this trace; slices stay slices."""
         if isinstance(value, tf.IndexedSlices):
             total: Any = tf.IndexedSlices(
-                self.collect(Collective("concat"), value.values),
-                self.collect(Collective("concat"), value.indices),
+                self.collect_replicas("concat", value.values),
+                self.collect_replicas("concat", value.indices),
                 value.dense_shape,
             )
         else:
-            total = self.collect(Collective("sum"), tf.convert_to_tensor(value))
+            total = self.collect_replicas("sum", tf.convert_to_tensor(value))
         if reduce_op == tf.distribute.ReduceOp.MEAN:
-            return _values.divide_by_replicas(total, self.turns.running)
+            return _values.divide_by_replicas(total, self.running_replicas)
         return total
 
     def reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
@@ -177,14 +197,14 @@ class Tracing:
     def first(self, value: Any) -> Any:
         """Replica 0's value."""
         return tf.nest.map_structure(
-            lambda tensor: self.collect(Collective("first"), tf.convert_to_tensor(tensor)),
+            lambda tensor: self.collect_replicas("first", tf.convert_to_tensor(tensor)),
             value,
             expand_composites=True,
         )
 
     def gather(self, value: tf.Tensor, axis: int) -> tf.Tensor:
         """All replicas' values, concatenated along `axis`, replica 0 first."""
-        return self.collect(Collective("concat", axis), value)
+        return self.collect_replicas("concat", value, axis)
 
     def combine_write(self, variable: Any, method: str, value: Any) -> Any:
         """What `variable.method(value)` in the replica function is to assign."""
@@ -202,12 +222,12 @@ class Tracing:
     def _all_tensors(self, tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
         if tensor.shape.is_fully_defined():
             # The marker's static shape is its input's; a leading axis makes room for N.
-            stacked = self.collect(Collective("concat"), tensor[tf.newaxis])
+            stacked = self.collect_replicas("concat", tensor[tf.newaxis])
             stacked.set_shape([self.num_replicas, *tensor.shape])
             return tuple(tf.unstack(stacked, num=self.num_replicas))
         if tensor.shape.rank:
-            flat = self.collect(Collective("concat"), tensor)
-            lengths = self.collect(Collective("concat"), tf.shape(tensor)[:1])
+            flat = self.collect_replicas("concat", tensor)
+            lengths = self.collect_replicas("concat", tf.shape(tensor)[:1])
             lengths.set_shape([self.num_replicas])
             return tuple(tf.split(flat, lengths, num=self.num_replicas))
         raise _errors.local_results_of_unknown_rank(tensor.name)
@@ -281,6 +301,10 @@ class Tracing:
         # An argument of a branch or loop: captured from further out, or a loop variable, which may be anything.
         outer = next((outer for outer, inner in op.graph.captures if inner.op is op), self.turn)
         return [outer.op] if isinstance(getattr(outer, "graph", None), _tf.FuncGraph) else []
+
+    def varies_between_replicas(self, value: Any) -> bool:
+        """Whether a value may differ between replicas."""
+        return self.varies(value)
 
     def adopt_local_state(self, primary: Any, read: Callable[[], tf.Tensor]) -> None:
         """Makes the reads so far of a variable that has just got a value per replica read that value."""
@@ -473,7 +497,7 @@ def value_outside_trace(value: Any) -> Any:
     if tracing is None or not isinstance(value, tf.Tensor) or getattr(value, "graph", None) is not tracing.graph:
         return value
     try:
-        return _branches.lift(value, tracing.outer, with_random=True)
+        return _branches.lift(value, tracing.outermost, with_random=True)
     except _branches.CannotLift as reason:
         raise _errors.initial_value_in_trace(tracing.function_name, str(reason)) from None
 
@@ -485,5 +509,5 @@ def outside_trace() -> Iterator[None]:
     if tracing is None or tf.executing_eagerly() or tf.compat.v1.get_default_graph() is not tracing.graph:
         yield
         return
-    with tracing.outer.as_default():
+    with tracing.outermost.as_default():
         yield

@@ -49,9 +49,28 @@ class MicroBatchExtended(_tf.StrategyExtended):
             return _eager.run(strategy, fn, args, kwargs, self._device)
         if self._number == 1:
             return self._run_micro_batches(fn, args, kwargs)
+        if self.micro_batches > 1:
+            fn = self._in_micro_batches(fn, (tuple(args), kwargs))
         number = _values.turns((tuple(args), kwargs), self._number)
         make_tracing = functools.partial(_context.Tracing, strategy, turns=number)
         return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
+
+    def _in_micro_batches(self, fn: Callable[..., Any], structure: Any) -> Callable[..., Any]:
+        """`fn`, to be run by each replica on its part of `structure`, in micro-batches."""
+        cut = [_values.is_batch(value) for value in tf.nest.flatten(structure)]
+
+        @functools.wraps(fn, updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            flat = tf.nest.flatten((args, kwargs))
+            if len(flat) == len(cut):
+                flat = [
+                    _values.MicroBatches(self.micro_batches, value) if is_batch else value
+                    for value, is_batch in zip(flat, cut, strict=True)
+                ]
+                args, kwargs = tf.nest.pack_sequence_as((args, kwargs), flat)
+            return self._run_micro_batches(fn, args, kwargs)
+
+        return run
 
     def _run_micro_batches(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs `fn` on what one replica has, in micro-batches."""
@@ -60,7 +79,11 @@ class MicroBatchExtended(_tf.StrategyExtended):
         args, kwargs = _values.in_micro_batches((tuple(args), kwargs), self.micro_batches, even=even)
         number = _values.turns((args, kwargs), self.micro_batches, without_batch=1)
         make_tracing = functools.partial(
-            _whole.WholeBatch, strategy, turns=number, loss_reduction=self._loss_reduction
+            _whole.WholeBatch,
+            strategy,
+            turns=number,
+            loss_reduction=self._loss_reduction,
+            around=_context.current_tracing(),
         )
         return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
 

@@ -115,6 +115,7 @@ class _Emitter:
         self.env: dict[Key, tf.Tensor] = {}
         self.lists: dict[Key, tf.Tensor] = {}
         self.previous: list[tf.Operation] = []
+        self._around: list[bool] | None = None
 
     def key(self, tensor: tf.Tensor) -> Key:
         return self.graph.ids[tensor.op], tensor.value_index
@@ -127,7 +128,7 @@ class _Emitter:
         """Replaces collectives whose source is the same in all replicas: no loop is needed to know their result."""
         for marker, collective in self.tracing.collectives.items():
             (source,) = marker.inputs
-            if varying[self.graph.ids[source.op]]:
+            if varying[self.graph.ids[source.op]] or collective.between_replicas:
                 continue
             before = len(self.inner.get_operations())
             with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
@@ -174,7 +175,8 @@ class _Emitter:
         self._keep_ordering_within_stages()
         for function in _tf.functions(self.inner).values():
             _tf.add_function(self.outer, function)
-        self.captured = {self.key(inner): outer for outer, inner in _tf.captures(self.inner)}
+        self.captured_pairs = _tf.captures(self.inner)
+        self.captured = {self.key(inner): outer for outer, inner in self.captured_pairs}
         leaves = [
             self.replaced.get(self.key(leaf), leaf) if self._is_inner(leaf) else leaf for leaf in self.trace.leaves
         ]
@@ -186,6 +188,7 @@ class _Emitter:
             wanted.append([])
         with tf.device(None):
             for index in range(len(self.sets)):
+                self._cross_borders(index)
                 if index % 2:
                     self._emit_loop(index, wanted[index], stacked)
                 elif self.sets[index]:
@@ -209,9 +212,13 @@ class _Emitter:
                 if len(kept) != len(before):
                     _tf.set_control_inputs(op, kept)
 
-    def _external_keys(self, stage: int) -> list[Key]:
-        """Tensors that a stage's operations read and do not compute, arguments included; in a fixed order."""
-        members = self.sets[stage]
+    def _borders(self) -> list[tf.Operation]:
+        """Collectives between the replicas around, in use."""
+        found = [marker for marker, collective in self.tracing.collectives.items() if collective.between_replicas]
+        return [marker for marker in found if self.graph.ids[marker] in self.plan.stage]
+
+    def _external_keys(self, members: frozenset[int]) -> list[Key]:
+        """Tensors that operations read and do not compute, arguments included; in a fixed order."""
         found: dict[Key, None] = {}
         for node in sorted(members):
             for tensor in self.graph.operations[node].inputs:
@@ -229,17 +236,19 @@ class _Emitter:
                 wanted[self.plan.stage[key[0]]][key] = None
 
         for stage in range(len(self.sets)):
-            for key in self._external_keys(stage):
+            for key in self._external_keys(self.sets[stage]):
                 want(key)
+        for marker in self._borders():
+            want(self.key(marker.inputs[0]))
         for leaf in leaves:
             if self._is_inner(leaf) and not self._varies(leaf):
                 want(self.key(leaf))
         return [list(keys) for keys in wanted]
 
-    def _must_run(self, stage: int) -> list[tf.Operation]:
+    def _must_run(self, members: frozenset[int]) -> list[tf.Operation]:
         """Effects, and reads, which no later write may overtake: an inlined call waits for nothing else."""
         found = []
-        for index in self.sets[stage]:
+        for index in members:
             node = self.graph.nodes[index]
             if (node.effect and node.required) or not (node.effect or node.pure or node.hub):
                 found.append(self.graph.operations[index])
@@ -256,10 +265,10 @@ class _Emitter:
         _tf.add_function(self.outer, _tf.graph_to_function(name, self.inner, operations, inputs, outputs, control))
         return name
 
-    def _read_only(self, op: tf.Operation, inputs: Sequence[tf.Tensor], stage: int) -> None:
+    def _read_only(self, op: tf.Operation, inputs: Sequence[tf.Tensor], members: frozenset[int]) -> None:
         """Marks the resources that a stage only reads, so that it need not wait for other readers."""
         outer_of = {id(inner): outer for outer, inner in self.inner.captures}
-        written = {resource for node in self.sets[stage] for resource in self.graph.nodes[node].writes}
+        written = {resource for node in members for resource in self.graph.nodes[node].writes}
         indices = [
             index
             for index, tensor in enumerate(inputs)
@@ -268,21 +277,65 @@ class _Emitter:
         _tf.set_read_only_resources(op, indices)
 
     def _emit_uniform(self, stage: int, wanted: list[Key]) -> None:
-        operations = [self.graph.operations[node] for node in sorted(self.sets[stage])]
-        keys = self._external_keys(stage)
+        groups = self._groups(self.sets[stage])
+        for position, members in enumerate(groups):
+            later = [key for group in groups[position + 1 :] for key in self._external_keys(group)]
+            outputs = [key for key in dict.fromkeys([*wanted, *later]) if key[0] in members]
+            suffix = f"stage_{stage}" if len(groups) == 1 else f"stage_{stage}_{position}"
+            self._emit_call(suffix, members, outputs)
+
+    def _groups(self, members: frozenset[int]) -> list[frozenset[int]]:
+        """A stage in pieces that are the same for all replicas around, or different: one call must not be both."""
+        if self.tracing.around is None:
+            return [members]
+        place: dict[int, int] = {}
+        for node in _plan.topological_order(self.graph.nodes, [index in members for index in range(len(self.graph.nodes))]):
+            before = [place[other] for other in (*self.graph.nodes[node].inputs, *self.graph.nodes[node].after) if other in place]
+            earliest = max(before, default=0)
+            place[node] = earliest + (earliest % 2 != self._varies_around(node))
+        groups: dict[int, set[int]] = {}
+        for node, at in place.items():
+            groups.setdefault(at, set()).add(node)
+        return [frozenset(groups[at]) for at in sorted(groups)]
+
+    def _varies_around(self, node: int) -> bool:
+        if self._around is None:
+            outer_of = {id(inner): outer for outer, inner in self.captured_pairs}
+            nodes = []
+            for op, known in zip(self.graph.operations, self.graph.nodes, strict=True):
+                outer = outer_of.get(id(op.outputs[0])) if op.type == "Placeholder" else None
+                varying = outer is not None and self.tracing.around.varies(outer)
+                varying = varying or (self.tracing.kinds.has_own_state(op) and op not in self.inner.cross_replica_ops)
+                nodes.append(dataclasses.replace(known, varying=varying, collective=known.border))
+            self._around = _plan.find_varying(nodes)
+        return self._around[node]
+
+    def _emit_call(self, suffix: str, members: frozenset[int], wanted: list[Key]) -> None:
+        operations = [self.graph.operations[node] for node in sorted(members)]
+        keys = self._external_keys(members)
         inputs = [self.tensor(key) for key in keys]
         outputs = [self.tensor(key) for key in wanted]
-        name = self._function(f"stage_{stage}", operations, inputs, outputs, self._must_run(stage))
+        name = self._function(suffix, operations, inputs, outputs, self._must_run(members))
         with tf.control_dependencies(self.previous):
             results = tf.raw_ops.StatefulPartitionedCall(
                 args=[self._outside(key) for key in keys], Tout=[tensor.dtype for tensor in outputs], f=name
             )
         op = results[0].op if outputs else results
-        self._read_only(op, inputs, stage)
+        self._read_only(op, inputs, members)
         self.previous = [op]
         for key, inner, result in zip(wanted, outputs, results if outputs else (), strict=True):
             result.set_shape(inner.shape)
             self.env[key] = result
+
+    def _cross_borders(self, stage: int) -> None:
+        """Leaves a collective between the replicas around to their trace."""
+        for marker in self._borders():
+            if self.plan.stage[self.graph.ids[marker]] == stage:
+                collective = self.tracing.collectives[marker]
+                over = dataclasses.replace(collective, between_replicas=False)
+                result = self.tracing.around.collect(over, self._outside(self.key(marker.inputs[0])))
+                result.set_shape(marker.outputs[0].shape)
+                self.env[self.key(marker.outputs[0])] = result
 
     def _emit_loop(self, stage: int, wanted: list[Key], stacked: set[Key]) -> None:
         markers = [self.graph.operations[node] for node in self.plan.collectives.get(stage, ())]
@@ -311,7 +364,7 @@ class _Emitter:
         body = [self.graph.operations[node] for node in sorted(self.sets[stage])] + [
             op for op in glue if op not in test
         ]
-        body_name = self._function(f"stage_{stage}_body", body, inputs, outputs, self._must_run(stage))
+        body_name = self._function(f"stage_{stage}_body", body, inputs, outputs, self._must_run(self.sets[stage]))
         test_name = self._function(f"stage_{stage}_test", list(test), inputs, [condition])
         starts = [variable.start for variable in variables] + [outer for _, outer in invariants]
         with tf.control_dependencies(self.previous):
@@ -326,7 +379,7 @@ class _Emitter:
         op = results[0].op
         _tf.set_lowering(op)
         _tf.set_loop_attributes(op, len(results))
-        self._read_only(op, inputs, stage)
+        self._read_only(op, inputs, self.sets[stage])
         self.previous = [op]
         for variable, result in zip(variables, results[: len(variables)], strict=True):
             variable.finish(result)
@@ -429,7 +482,7 @@ class _Emitter:
     def _invariants(self, stage: int) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """What a loop reads and does not change: (in the trace, in the outer graph). Carried values come as lists."""
         found: list[tuple[tf.Tensor, tf.Tensor]] = []
-        for key in self._external_keys(stage):
+        for key in self._external_keys(self.sets[stage]):
             if key[0] == self.graph.ids[self.turn.op]:
                 continue
             if key in self.lists:
@@ -464,7 +517,9 @@ class _Emitter:
         def build(value: Any) -> Any:
             parts = [next(remaining) for _ in tf.nest.flatten(value, expand_composites=True)]
             result = self._value(value, parts)
-            return result.with_weights(weights, self.tracing.listed) if isinstance(result, _values.PerReplica) else result
+            if isinstance(result, _values.PerReplica):
+                result = result.with_weights(weights, self.tracing.listed)
+            return self.tracing.present(result)
 
         return tf.nest.map_structure(build, self.trace.structure)
 
@@ -479,7 +534,7 @@ class _Emitter:
                 (one,) = outer
             else:
                 one = tf.nest.pack_sequence_as(value, outer, expand_composites=True)
-            return one if self.tracing.num_replicas == 1 else _values.Uniform(most, one)
+            return _values.Uniform(most, one)
         if not isinstance(value, tf.Tensor):
             columns = [self._separate(part) for part in parts]
             rows = zip(*columns, strict=True)

@@ -27,6 +27,8 @@ class Node:
       varying: differs between replicas whatever its inputs (a random draw, the replica id).
       argument: a value from outside (a capture, the replica id); present in every stage, never placed.
       collective: reduces its only input over the replicas.
+      border: a collective between the replicas around the loops: its input is uniform here, and its result is not there
+        before the stage after that of its input.
       pure: no state read or written; the same inputs give the same outputs.
       cheap: pure, and better computed again than kept or carried through a loop: a micro-batch cut out of the global
         batch, arithmetic on a few numbers, a view.
@@ -43,6 +45,7 @@ class Node:
     varying: bool = False
     argument: bool = False
     collective: bool = False
+    border: bool = False
     pure: bool = True
     cheap: bool = False
     size: int = 1
@@ -212,7 +215,7 @@ def _first_stages(
         if node.hub:
             first[index] = earliest
         elif node.collective:
-            first[index] = _at_least(earliest, False)
+            first[index] = _at_least(earliest + node.border, False)
         else:
             first[index] = _at_least(earliest, varying[index])
     return first
@@ -239,7 +242,9 @@ def _move_late(
         elif not node.argument and index not in copyable:
             stage[index] = max(stage[index], latest - (latest % 2 != odd))
         # A collective takes its source in the loop before its own stage, where uniform sources are ready anyway.
-        here = stage[index] - 1 if node.collective and varying[node.inputs[0]] else stage[index]
+        here = stage[index]
+        if node.collective:
+            here -= 2 if node.border else varying[node.inputs[0]]
         for source in node.inputs:
             limit[source] = min(limit.get(source, here), here)
         for before in node.after if index not in copyable else ():
@@ -319,7 +324,7 @@ def _assemble(
         for reader in readers[index]:
             if nodes[reader].collective:
                 # Taken in by the loop before the collective's own stage, if there is anything to sum.
-                found.add(stage[reader] - 1 if varying[index] else stage[reader])
+                found.add(stage[reader] - 1 if varying[index] else stage[reader] - 2 * nodes[reader].border)
             else:
                 found |= {home[reader]} | copies.get(reader, set())
         return found

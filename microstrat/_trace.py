@@ -90,7 +90,8 @@ def _trace_once(
         weights = tracing.result_weights()
         for old, new in tracing.redirected:
             _tf.replace_tensor(old, new)
-        _follow_replica_0(tracing)
+        if tracing.around is None:
+            _follow_replica_0(tracing)
     _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
     _see_through_wrappers(graph, leaves)
     if tracing.lifted:
@@ -221,7 +222,8 @@ def _describe(
     if op.type == "Placeholder":
         return _plan.Node(varying=op is tracing.turn.op, argument=True, required=must)
     if op in tracing.collectives:
-        return _plan.Node(inputs, after, collective=True, required=must)
+        border = tracing.collectives[op].between_replicas
+        return _plan.Node(inputs, after, collective=True, border=border, required=must)
     if op.type == "NoOp":
         return _plan.Node(inputs, after, hub=True)
     if not _tf.is_stateful(op):

@@ -129,6 +129,11 @@ def in_micro_batches(structure: Any, number: int, *, even: bool) -> Any:
     return tf.nest.pack_sequence_as(structure, flat)
 
 
+def is_batch(value: Any) -> bool:
+    """Whether a per-replica value is a batch, cut by rows."""
+    return isinstance(value, BatchRows | Concatenated)
+
+
 def _is_per_replica(value: Any) -> bool:
     return isinstance(value, tf.distribute.DistributedValues) and not isinstance(value, _tf.DistributedVariable)
 

@@ -351,7 +351,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
                 return tf.distribute.get_replica_context().merge_call(
                     functools.partial(self._write_if_equal, update_fn=update_fn), (), {"value": value, **kwargs}
                 )
-            if self.rows is None and tracing is not None and not tracing.varies(value):
+            if self.rows is None and tracing is not None and not tracing.varies_between_replicas(value):
                 # The same in all replicas, so one value still does. (Under a condition that varies it would not: that is
                 # found out when the trace is planned.)
                 self._assume_shared(writing=True)

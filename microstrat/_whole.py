@@ -47,7 +47,7 @@ class WholeBatch(_context.Tracing):
         self._means: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 
     def _replica_id(self) -> tf.Tensor:
-        return tf.constant(0)
+        return tf.constant(0) if self.around is None else tf.identity(self.around.replica_id)
 
     def context(self) -> _context.SymbolicReplicaContext:
         return WholeBatchContext(self)
@@ -113,13 +113,25 @@ class WholeBatch(_context.Tracing):
     def concatenated(self, flat: tf.Tensor, lengths: tf.Tensor) -> _values.PerReplica:
         return _values.ConcatenatedRows(self.turns.most, flat, lengths)
 
+    def present(self, result: Any) -> Any:
+        if isinstance(result, _values.Uniform):
+            return result.value
+        if self.around is None or not isinstance(result, _values.PerReplica):
+            return result
+        # A replica among others returns one value, its batch's.
+        return result.reduce_mean() if self.loss_reduction == "mean" else result.reduce_sum()
+
     # --- Sums and means -----------------------------------------------------------------------------------------------
     def total(self, value: Any) -> Any:
         """The sum over the micro-batches; of what is theirs together, the one value."""
         if not self.varies_anywhere(value):
             return value
         if isinstance(value, tf.IndexedSlices):
-            return super().reduce(tf.distribute.ReduceOp.SUM, value)
+            return tf.IndexedSlices(
+                self.collect(_context.Collective("concat"), value.values),
+                self.collect(_context.Collective("concat"), value.indices),
+                value.dense_shape,
+            )
         uniform, varying = self._terms(tf.convert_to_tensor(value))
         total = self.collect(_context.Collective("sum"), _add(varying))
         return _add([*uniform, total])
@@ -158,25 +170,58 @@ class WholeBatch(_context.Tracing):
     def reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
         if _keras.optimizer_is_applying():
             # Gradients that no tape of ours has summed: tf.gradients, or worked out by hand.
-            return self.mean(value) if self.loss_reduction == "mean" else self.total(value)
-        return self.total(value) if reduce_op == tf.distribute.ReduceOp.SUM else self.mean(value)
+            own = self.mean(value) if self.loss_reduction == "mean" else self.total(value)
+        else:
+            own = self.total(value) if reduce_op == tf.distribute.ReduceOp.SUM else self.mean(value)
+        return own if self.around is None else super().reduce(reduce_op, own)
 
     def reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
         totals = [self.total(gradient) for gradient in gradients]
+        if self.around is not None:
+            totals = [super(WholeBatch, self).reduce(reduce_op, total) for total in totals]
         return totals if reduce_op == tf.distribute.ReduceOp.SUM else [self._weigh(total) for total in totals]
 
     def gather(self, value: tf.Tensor, axis: int) -> tf.Tensor:
-        if not self.varies(value):
-            return value
-        if axis != 0:
-            raise _errors.gather_not_rows(self.function_name, axis)
-        return super().gather(value, axis)
+        if self.varies(value):
+            if axis != 0:
+                raise _errors.gather_not_rows(self.function_name, axis)
+            value = self.collect(_context.Collective("concat"), value)
+        return value if self.around is None else super().gather(value, axis)
 
-    def first(self, value: Any) -> Any:
-        return value
+    # --- Replicas around ----------------------------------------------------------------------------------------------
+    def collect_replicas(self, kind: str, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
+        if self.around is None:
+            return tensor
+        return self.collect(_context.Collective(kind, axis, between_replicas=True), tensor)
+
+    @property
+    def running_replicas(self) -> Any:
+        return 1 if self.around is None else self.around.turns.running
 
     def all_values(self, value: Any) -> tuple[Any, ...]:
-        return (value,)
+        return (value,) if self.around is None else super().all_values(value)
+
+    def varies_between_replicas(self, value: Any) -> bool:
+        if self.around is None or not isinstance(value, tf.Tensor):
+            return False
+        stack, seen = [value.op], set()
+        while stack:
+            op = stack.pop()
+            if op in seen:
+                continue
+            seen.add(op)
+            collective = self.collectives.get(op)
+            if collective is not None and collective.between_replicas:
+                continue
+            if op.graph is self.graph and op.type == "Placeholder":
+                outer = next((outer for outer, inner in self.graph.captures if inner.op is op), None)
+                if outer is not None and self.around.varies(outer):
+                    return True
+            elif self.kinds.has_own_state(op) and op not in self.graph.cross_replica_ops:
+                return True
+            else:
+                stack.extend(self._sources_of(op) if op.type == "Placeholder" else [tensor.op for tensor in op.inputs])
+        return False
 
     # --- Gradients ----------------------------------------------------------------------------------------------------
     def _gradient(
