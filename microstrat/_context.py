@@ -133,6 +133,10 @@ class Tracing:
         """Returned values of different lengths, joined."""
         return _values.Concatenated(self.turns.most, flat, lengths)
 
+    def returned(self, value: Any) -> Any:
+        """A value that the replica function returns, as the trace is to return it."""
+        return value
+
     def present(self, result: Any) -> Any:
         """A returned value as whoever called `run` sees it."""
         return result.value if isinstance(result, _values.Uniform) and self.turns.most == 1 else result

@@ -23,7 +23,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         super().__init__(container_strategy)
         self._number = num_replicas
         self.micro_batches = micro_batches
-        self._loss_reduction = loss_reduction
+        self.loss_reduction = loss_reduction
         self._announced: set[str] = set()
         self._device = _tf.canonicalize_device(device)
         self._host = _tf.host_for_device(self._device)
@@ -82,7 +82,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             _whole.WholeBatch,
             strategy,
             turns=number,
-            loss_reduction=self._loss_reduction,
+            loss_reduction=self.loss_reduction,
             around=_context.current_tracing(),
         )
         return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)

@@ -112,7 +112,7 @@ def scalar_mean_updating(variable: Any, varies: Callable[[Any], bool]) -> bool:
 
 # --- Results ------------------------------------------------------------------------------------------------------------
 def weigh_results(is_weighted: Callable[[Any], bool]) -> None:
-    """Makes fit's logs weigh values that do not weigh the same.
+    """Makes fit's logs weigh values that do not weigh the same, and add those that are declared to be sums.
 
     Keras averages what replicas return with `tf.reduce_mean` (tf_keras adds it up), not with `strategy.reduce`. The function
     that does is replaced for good, and differs from Keras' for values of which `is_weighted` only.
@@ -125,9 +125,10 @@ def weigh_results(is_weighted: Callable[[Any], bool]) -> None:
 
 def _weighing(stock: Callable[..., Any], is_weighted: Callable[[Any], bool]) -> Callable[..., Any]:
     def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-        if reduction in ("auto", "mean"):
+        if reduction in ("auto", "mean") and hasattr(strategy.extended, "loss_reduction"):
+            how = "SUM" if strategy.extended.loss_reduction == "sum" else "MEAN"
             values = tf.nest.map_structure(
-                lambda value: strategy.reduce("MEAN", value, axis=None) if is_weighted(value) else value, values
+                lambda value: strategy.reduce(how, value, axis=None) if is_weighted(value) else value, values
             )
         return stock(values, strategy, reduction)
 
@@ -173,8 +174,13 @@ def whole_batch_losses(combiner: Combiner, loss_reduction: str) -> Iterator[None
         if is_sum and hasattr(loaded.get("keras.src.losses.loss"), "unscale_loss_for_distribution"):
             # Keras calls this on the loss that it logs, and nowhere else.
             new = loaded["keras.src.losses.loss"]
-            stack.enter_context(_replaced(new, "unscale_loss_for_distribution", lambda _: combiner.total))
+            unscaled = functools.partial(_totalled, combiner)
+            stack.enter_context(_replaced(new, "unscale_loss_for_distribution", unscaled))
         yield
+
+
+def _totalled(combiner: Combiner, stock: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value: stock(combiner.total(value))
 
 
 def _share(part: tf.Tensor, combiner: Combiner) -> tf.Tensor:

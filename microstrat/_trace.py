@@ -84,7 +84,7 @@ def _trace_once(
     ):
         args, kwargs = _cut_arguments(tracing, (tuple(args), kwargs), device)
         structure = fn(*args, **kwargs)
-        structure = tf.nest.map_structure(_as_output, structure)
+        structure = tf.nest.map_structure(lambda value: tracing.returned(_as_output(value)), structure)
         redirect = {id(old): new for old, new in tracing.redirected}
         leaves = tuple(redirect.get(id(leaf), leaf) for leaf in tf.nest.flatten(structure, expand_composites=True))
         weights = tracing.result_weights()

@@ -113,6 +113,15 @@ class WholeBatch(_context.Tracing):
     def concatenated(self, flat: tf.Tensor, lengths: tf.Tensor) -> _values.PerReplica:
         return _values.ConcatenatedRows(self.turns.most, flat, lengths)
 
+    def returned(self, value: Any) -> Any:
+        if self.loss_reduction == "mean" or not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+            return value
+        uniform, varying = self._terms(value)
+        if not uniform or not varying:
+            return value
+        # What all micro-batches have in common is counted once when they are added.
+        return _add([*varying, self._weigh(_add(uniform))])
+
     def present(self, result: Any) -> Any:
         if isinstance(result, _values.Uniform):
             return result.value
