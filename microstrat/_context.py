@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _branches, _errors, _kinds, _tf, _values
+from microstrat import _branches, _errors, _keras, _kinds, _tf, _values
 
 _thread = threading.local()
 _REPLICA_ID = _tf.CallTimeKey(("replica id",))
@@ -118,15 +118,25 @@ class Tracing:
         """The replica context that the replica function runs in."""
         return SymbolicReplicaContext(self)
 
-    def active(self) -> Any:
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
         """What else must be in force while the replica function runs."""
-        return contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            if self.turns.most > 1:
+                stack.enter_context(watch_replicas(self.strategy, self.function_name))
+            if self.strategy.extended.draws_independently:
+                stack.enter_context(_tf.hooked_operations(self._own_draws))
+            yield
+
+    def _own_draws(self, draw: _tf.StatelessDraw) -> tf.Tensor | None:
+        """Gives each replica a key of its own for a random draw that all would do alike."""
+        return None if self.varies(draw.key) else draw.key_for(live_turn(), self.turns.most)
 
     def result_weights(self) -> tf.Tensor | None:
-        """Float32 [most], what the results of each turn weigh in a mean, if the replica function has said so."""
+        """Float64 [most], what the results of each turn weigh in a mean, if the replica function has said so."""
 
     def weights_of_turns(self) -> tf.Tensor | None:
-        """Float32 [most], what the results of each turn weigh in a mean otherwise; None if all the same."""
+        """Float64 [most], what the results of each turn weigh in a mean otherwise; None if all the same."""
         return self.turns.happen()
 
     def concatenated(self, flat: tf.Tensor, lengths: tf.Tensor) -> _values.PerReplica:
@@ -331,6 +341,16 @@ class Tracing:
                     replacement = read()
             _tf.replace_tensor(op.outputs[0], replacement)
             self.redirected.append((op.outputs[0], replacement))
+
+
+def watch_replicas(strategy: Any, function_name: str) -> Any:
+    """Warns of losses that are not scaled for several replicas, while their function runs."""
+
+    def warn(loss: str) -> None:
+        message = _errors.unscaled_loss(loss, function_name, strategy.num_replicas_in_sync)
+        strategy.extended.announce(f"loss {loss}", message)
+
+    return _keras.watched_losses(warn)
 
 
 def enclosing_function(graph: Any, stop: Any = None) -> Any:

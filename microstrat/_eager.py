@@ -164,7 +164,11 @@ class _Replica(threading.Thread):
     def _inherited(self) -> Any:
         vars(_tf.summary_state()).update(self._summary)
         _tf.eager_op_callbacks().op_callbacks = self._callbacks
-        with _tf.with_variable_creators(self._creators):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_tf.with_variable_creators(self._creators))
+            if self._strategy.extended.draws_independently:
+                number, replicas = self._number, self._strategy.num_replicas_in_sync
+                stack.enter_context(_tf.hooked_operations(lambda draw: draw.key_for(number, replicas)))
             yield
 
     def run(self) -> None:
@@ -233,7 +237,8 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
     if strategy.num_replicas_in_sync == 1:
         with EagerReplicaContext(strategy, 0, None), tf.device(device):
             return fn(*_values.select_replica(tuple(args), 0), **_values.select_replica(kwargs, 0))
-    number = int(_values.turns((tuple(args), kwargs), strategy.num_replicas_in_sync).running)
+    turns = _values.turns((tuple(args), kwargs), strategy.num_replicas_in_sync)
+    number = int(turns.running)
     made: list[Any] = []
     registers = _Registers()
     replicas = [
@@ -252,7 +257,8 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
     for replica in replicas:
         replica.start()
     try:
-        _drive(strategy, replicas)
+        with _context.watch_replicas(strategy, _trace.name_of(fn)):
+            _drive(strategy, replicas)
     finally:
         for replica in replicas:
             replica.abandon()
@@ -260,7 +266,8 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
     registers.finish()
     for variable in strategy.extended.local_variables():
         variable.follow_replica_0()
-    return _values.regroup([replica.result for replica in replicas], number=strategy.num_replicas_in_sync)
+    rows = [] if turns.rows is None else [int(turns.rows_of_turn(tf.constant(replica))) for replica in range(number)]
+    return _values.regroup([replica.result for replica in replicas], number=strategy.num_replicas_in_sync, rows=rows)
 
 
 def _drive(strategy: Any, replicas: list[_Replica]) -> None:

@@ -58,6 +58,17 @@ def only_for_whole_batch(argument: str) -> ValueError:
     )
 
 
+def bad_option(argument: str, value: Any, choices: tuple[str, ...]) -> ValueError:
+    return ValueError(f"{argument} must be {' or '.join(repr(choice) for choice in choices)}, not {value!r}.")
+
+
+def only_for_replicas(argument: str) -> ValueError:
+    return ValueError(
+        f"{argument} says what replicas keep apart, and there is one replica here. With micro_batches=, moving statistics are "
+        "those of the whole batch, and dropout masks differ between micro-batches, as between rows of one batch."
+    )
+
+
 def neither_replicas_nor_micro_batches() -> ValueError:
     return ValueError(
         "microstrat.scope needs micro_batches=n, for code written for one device, or replicas=N, for code written for "
@@ -362,4 +373,28 @@ def varying_write_of_micro_batches(variable: str, function: str, operation: str,
         f"In replica function {function!r}, variable {variable!r} is written in a way that depends on the micro-batch and "
         f"cannot be put together to one write for the whole batch ({operation}{where}): under a condition that differs "
         "between micro-batches, inside a loop, or by scattering. Use assign, assign_add or assign_sub outside of branches."
+    )
+
+
+# --- Warnings of replicas semantics -------------------------------------------------------------------------------------
+def uneven_batch(rows: int, num_replicas: int) -> str:
+    share = max(-(-rows // num_replicas), 1)
+    full, rest = divmod(rows, share)
+    parts = f"{full} with {share} rows" + (f", one with {rest}" if rest else "")
+    empty = num_replicas - full - bool(rest)
+    parts += f", {empty} with none, which do not run" if empty else ""
+    return (
+        f"A batch of {rows} rows does not divide evenly over {num_replicas} replicas: {parts}. As under "
+        "tf.distribute.MirroredStrategy, a mean over replicas counts every replica alike, so the rows of a short one weigh "
+        "more (up to as many times as it has fewer rows), in the gradients of `fit` too. For the numbers of the full batch "
+        "use microstrat.scope(micro_batches=n), or leave such batches out with drop_remainder=True."
+    )
+
+
+def unscaled_loss(loss: str, function: str, num_replicas: int) -> str:
+    return (
+        f"Keras loss {loss!r} was called in replica function {function!r} and is one mean for the replica's rows, which is not "
+        f"divided by the number of replicas. Gradients are summed over {num_replicas} replicas, so they come out "
+        f"{num_replicas} times too large. Give the loss a value for each row, or divide it by "
+        "strategy.num_replicas_in_sync; or, if the code was written for one device, use microstrat.scope(micro_batches=n)."
     )

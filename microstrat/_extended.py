@@ -14,16 +14,30 @@ import tensorflow as tf
 from microstrat import _context, _eager, _errors, _inputs, _keras, _lower, _tf, _trace, _values, _variables, _whole
 
 
+CHOICES = {"batch_norm_statistics": ("per_replica", "averaged"), "dropout_masks": ("mirrored", "independent")}
+"""What may be chosen for what replicas keep apart; tf.distribute's own way first."""
+
+
 class MicroBatchExtended(_tf.StrategyExtended):
     """Implementation of MicroBatchStrategy; see tf.distribute.StrategyExtended for what each hook means."""
 
     def __init__(
-        self, container_strategy: Any, num_replicas: int, device: str, *, micro_batches: int = 1, loss_reduction: str = "mean"
+        self,
+        container_strategy: Any,
+        num_replicas: int,
+        device: str,
+        *,
+        micro_batches: int,
+        loss_reduction: str,
+        batch_norm_statistics: str,
+        dropout_masks: str,
     ):
         super().__init__(container_strategy)
         self._number = num_replicas
         self.micro_batches = micro_batches
         self.loss_reduction = loss_reduction
+        self.averages_batch_norm = batch_norm_statistics == "averaged"
+        self.draws_independently = dropout_masks == "independent"
         self._announced: set[str] = set()
         self._device = _tf.canonicalize_device(device)
         self._host = _tf.host_for_device(self._device)
@@ -92,6 +106,9 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if subject not in self._announced:
             self._announced.add(subject)
             warnings.warn(message, UserWarning, stacklevel=2)
+
+    def has_announced(self, subject: str) -> bool:
+        return subject in self._announced
 
     @property
     def num_parts(self) -> int:
@@ -331,6 +348,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     # --- Inputs -------------------------------------------------------------------------------------------------------
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        _keras.build_from_specs(_inputs.spec_of_whole_batches)
         return _inputs.distribute_dataset(self._container_strategy(), dataset, options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:

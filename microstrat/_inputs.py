@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from microstrat import _errors, _tf, _values
 
+_UNEVEN = "uneven batch"
 _PLAIN_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
@@ -35,6 +36,28 @@ def _wrap(strategy: Any, element: Any) -> Any:
     return tf.nest.pack_sequence_as(element, wrapped)
 
 
+def _announce_uneven(strategy: Any, batch: Any) -> None:
+    """Warns once of a batch that does not divide evenly over the replicas, when it comes."""
+    num_replicas, extended = strategy.num_replicas_in_sync, strategy.extended
+    first = next((part for part in tf.nest.flatten(batch) if isinstance(part, tf.Tensor) and part.shape.rank), None)
+    if first is None or extended.has_announced(_UNEVEN):
+        return
+    rows = _values.count_rows(first)
+
+    def announce(count: Any) -> None:
+        extended.announce(_UNEVEN, _errors.uneven_batch(int(count), num_replicas))
+
+    if tf.executing_eagerly() or isinstance(rows, int):
+        if int(rows) % num_replicas:
+            announce(rows)
+        return
+    tf.cond(
+        tf.equal(rows % num_replicas, 0),
+        lambda: tf.no_op(),
+        lambda: tf.group(tf.numpy_function(announce, [rows], [], stateful=True)),
+    )
+
+
 def _path_name(path: Sequence[Any]) -> str:
     return "/".join(str(part) for part in path) or "batch"
 
@@ -47,6 +70,14 @@ def _wrap_spec(strategy: Any, element_spec: Any) -> Any:
         lambda spec: _values.PerReplicaSpec(kind, num_parts, "", spec) if isinstance(spec, _PLAIN_SPECS) else spec,
         element_spec,
     )
+
+
+def spec_of_whole_batches(dataset: Any) -> Any:
+    """Specs of the batches of a distributed dataset that is cut in micro-batches only; None for any other."""
+    if not isinstance(dataset, VirtualDistributedDataset) or dataset.num_replicas > 1:
+        return None
+    spec = dataset.spec_of_batches
+    return spec if all(isinstance(part, tf.TensorSpec) for part in tf.nest.flatten(spec)) else None
 
 
 class VirtualDistributedIterator(_tf.CompositeTensor, _tf.DistributedIteratorInterface):
@@ -82,7 +113,10 @@ class VirtualDistributedIterator(_tf.CompositeTensor, _tf.DistributedIteratorInt
         del name
         if _tf.get_replica_context_of(self._strategy) is not None:
             raise _errors.next_in_replica_context()
-        return _wrap(self._strategy, self._source.get_next())
+        batch = self._source.get_next()
+        if self._strategy.num_replicas_in_sync > 1:
+            _announce_uneven(self._strategy, batch)
+        return _wrap(self._strategy, batch)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         """The next global batch as a tf.experimental.Optional, empty at the end."""
@@ -158,6 +192,15 @@ class VirtualDistributedDataset(_tf.DistributedDataset):
         for path, spec in _tf.flatten_with_paths(source.element_spec) if num_parts > 1 else ():
             if isinstance(spec, _PLAIN_SPECS) and spec.shape.rank == 0:
                 raise _errors.not_batched(_path_name(path), spec, num_parts)
+
+    @property
+    def num_replicas(self) -> int:
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def spec_of_batches(self) -> Any:
+        """Specs of the global batches, before they are cut."""
+        return self._source.element_spec
 
     @property
     def _type_spec(self) -> VirtualDistributedDatasetSpec:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import tensorflow as tf
+
+from microstrat._tf import tape_is_recording
 
 _MEANS = ("mean", "sum_over_batch_size", "auto")
 
@@ -110,6 +113,66 @@ def scalar_mean_updating(variable: Any, varies: Callable[[Any], bool]) -> bool:
     return False
 
 
+# --- Losses of replicas ---------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def watched_losses(warn: Callable[[str], None]) -> Iterator[None]:
+    """Calls `warn(name)` for every Keras loss whose mean is not divided by the number of replicas.
+
+    Keras divides its means by it (since `scale_loss_for_distribution` exists), but not what is one number already.
+    """
+    module = sys.modules.get("keras.src.losses.loss")
+    if module is None:
+        yield
+        return
+    scales = hasattr(module, "scale_loss_for_distribution")
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce_values(values: Any, *args: Any, **kwargs: Any) -> Any:
+            reduction = kwargs.get("reduction", args[1] if len(args) > 1 else "sum_over_batch_size")
+            if reduction in _MEANS and (values.shape.rank == 0 or not scales) and tape_is_recording():
+                warn(_name_of_loss())
+            return stock(values, *args, **kwargs)
+
+        return reduce_values
+
+    with _replaced(module, "reduce_values", make):
+        yield
+
+
+def _name_of_loss() -> str:
+    kinds = _classes("keras.src.losses.loss:Loss")
+    for frame in _frames():
+        loss = frame.f_locals.get("self")
+        if isinstance(loss, kinds):
+            return str(loss.name)
+    return "loss"
+
+
+# --- Building models ------------------------------------------------------------------------------------------------------
+def build_from_specs(spec_of: Callable[[Any], Any]) -> None:
+    """Keeps `fit` from taking a batch of the data to build the model with.
+
+    Under a strategy, Keras draws a batch for its shapes and drops it: a generator's first batch is lost, and a shuffled
+    dataset gives another order than without a strategy. The method that does is replaced for good; `spec_of(dataset)` says
+    what a distributed dataset yields, or None to leave things as they are.
+    """
+    for trainer in _classes("keras.src.backend.tensorflow.trainer:TensorFlowTrainer"):
+        method = getattr(trainer, "_maybe_symbolic_build", None)
+        if method is not None and not hasattr(method, "stock"):
+            trainer._maybe_symbolic_build = _building(method, spec_of)
+
+
+def _building(stock: Callable[..., Any], spec_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    def maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        spec = None if iterator is None else spec_of(getattr(iterator, "_distributed_dataset", None))
+        if spec is None:
+            return stock(self, iterator=iterator, data_batch=data_batch)
+        return stock(self, data_batch=spec)
+
+    maybe_symbolic_build.stock = stock  # pyright: ignore[reportFunctionMemberAccess]
+    return maybe_symbolic_build
+
+
 # --- Results ------------------------------------------------------------------------------------------------------------
 def weigh_results(is_weighted: Callable[[Any], bool]) -> None:
     """Makes fit's logs weigh values that do not weigh the same, and add those that are declared to be sums.
@@ -167,6 +230,9 @@ def whole_batch_losses(combiner: Combiner, loss_reduction: str) -> Iterator[None
         for module, name, make in patches:
             if module in loaded:
                 stack.enter_context(_replaced(loaded[module], name, functools.partial(make, combiner)))
+        for layer in _classes("keras.src.layers.layer:Layer") if not is_sum else ():
+            if not _divides_activity_losses(layer):
+                stack.enter_context(_replaced(layer, "add_loss", functools.partial(_activity, combiner)))
         for trainer in _classes("keras.src.backend.tensorflow.trainer:TensorFlowTrainer"):
             if not is_sum:
                 added = functools.partial(_added, combiner)
@@ -239,6 +305,22 @@ def _as_declared(loss: tf.Tensor, reduction: Any, combiner: Combiner, *, is_sum:
     if reduction in (*_MEANS, "mean_with_sample_weight") and is_sum:
         return loss * tf.cast(combiner.fraction(), loss.dtype)
     return loss
+
+
+@functools.cache
+def _divides_activity_losses(layer: type) -> bool:
+    """Whether activity regularizers are divided by the batch size: Keras 3.15 does, 3.12 does not; no version says so."""
+    return "divide_no_nan" in inspect.getsource(layer.__call__)
+
+
+def _activity(combiner: Combiner, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def add_loss(self: Any, loss: Any) -> Any:
+        # The layer's own __call__ adds the activity regularizer's loss, a sum over rows; anybody else adds a mean.
+        if sys._getframe(1).f_code.co_name == "__call__" and isinstance(loss, tf.Tensor) and combiner.varies(loss):
+            loss = loss / tf.cast(combiner.fraction(), loss.dtype)
+        return stock(self, loss)
+
+    return add_loss
 
 
 def _added(combiner: Combiner, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,6 +73,8 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         semantics: str = "replicas",
         replicas: int | None = None,
         loss_reduction: str = "mean",
+        batch_norm_statistics: str = "per_replica",
+        dropout_masks: str = "mirrored",
         base: tf.distribute.Strategy | None = None,
         device: str | None = None,
     ):
@@ -86,12 +88,20 @@ class MicroBatchStrategy(tf.distribute.Strategy):
             raise _errors.only_for_whole_batch("replicas" if replicas is not None else "loss_reduction")
         if base is not None:
             raise _errors.not_yet("base (virtual replicas on top of real ones)")
+        num_replicas = (1 if replicas is None else positive_int("replicas", replicas)) if whole else number
+        options = {"batch_norm_statistics": batch_norm_statistics, "dropout_masks": dropout_masks}
+        for argument, choices in _extended.CHOICES.items():
+            if options[argument] not in choices:
+                raise _errors.bad_option(argument, options[argument], choices)
+            if num_replicas == 1 and whole and options[argument] != choices[0]:
+                raise _errors.only_for_replicas(argument)
         extended = _extended.MicroBatchExtended(
             self,
-            (1 if replicas is None else positive_int("replicas", replicas)) if whole else number,
+            num_replicas,
             _existing_device(device),
             micro_batches=number if whole else 1,
             loss_reduction=loss_reduction,
+            **options,
         )
         super().__init__(extended)
 
@@ -149,8 +159,12 @@ class MicroBatchStrategy(tf.distribute.Strategy):
                 raise _errors.inside_replica_function(what)
 
     def __repr__(self) -> str:
-        number = self.num_replicas_in_sync
-        return f"<MicroBatchStrategy: {number} virtual replicas on {self.extended.parameter_devices[0]}>"
+        replicas, micro_batches = self.num_replicas_in_sync, self.extended.micro_batches
+        if micro_batches == 1:
+            what = f"{replicas} virtual replicas"
+        else:
+            what = f"{micro_batches} micro-batches" + (f" on each of {replicas} virtual replicas" if replicas > 1 else "")
+        return f"<MicroBatchStrategy: {what} on {self.extended.parameter_devices[0]}>"
 
 
 def positive_int(argument: str, value: Any) -> int:

@@ -239,11 +239,22 @@ def hooked_operations(hook: Callable[[StatelessDraw], tf.Tensor | None]) -> Iter
     """
 
     def callback(
-        op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
+        op_type: str | bytes, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
     ) -> Any:
         del op_name, graph
-        if not op_type.startswith("Stateless") or op_type in _DRAWS_THAT_ONLY_MAKE_KEYS:
+        if isinstance(op_type, bytes):  # outside graphs
+            op_type = op_type.decode()
+        # (Outside graphs, TensorFlow does not keep callbacks from seeing the operations of callbacks.)
+        inside = getattr(_hooks, "drawing", False)
+        if inside or not op_type.startswith("Stateless") or op_type in _DRAWS_THAT_ONLY_MAKE_KEYS:
             return outputs
+        _hooks.drawing = True
+        try:
+            return draw_again(op_type, inputs, attrs, outputs)
+        finally:
+            _hooks.drawing = False
+
+    def draw_again(op_type: str, inputs: Any, attrs: Any, outputs: Any) -> Any:
         op_def = _op_def_registry.get(op_type)
         names = [argument.name for argument in op_def.input_arg]
         at = next((names.index(name) for name in ("key", "seed") if name in names), None)

@@ -52,10 +52,10 @@ class Turns:
         return tf.clip_by_value(rows - turn * share, 0, share)
 
     def happen(self) -> tf.Tensor | None:
-        """Float32 [most]: 1 for every turn that runs and 0 for the others; None if all run."""
+        """Float64 [most]: 1 for every turn that runs and 0 for the others; None if all run."""
         if isinstance(self.running, int) and self.running == self.most:
             return None
-        return tf.cast(tf.range(self.most) < self.running, tf.float32)
+        return tf.cast(tf.range(self.most) < self.running, tf.float64)
 
 
 def share_of(rows: Any, number: int) -> Any:
@@ -218,7 +218,7 @@ class PerReplica(_tf.PerReplica):
 
     Attributes:
       num_replicas: number of entries: replicas, or micro-batches of one replica.
-      weights: float32 [num_replicas], what each entry weighs in a mean; None if all weigh the same. An entry of weight 0
+      weights: float64 [num_replicas], what each entry weighs in a mean; None if all weigh the same. An entry of weight 0
         belongs to a replica that never ran, and is zeros, or to a micro-batch that does not exist.
       listed: "all" if `values` lists every entry, "some" if not those of weight 0. (In a graph it must list them all.)
     """
@@ -357,7 +357,7 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
 
     @property
     def _component_specs(self) -> tuple[Any, ...]:
-        return (*self._parts, tf.TensorSpec([self._num_replicas])) if self._weighted else self._parts
+        return (*self._parts, tf.TensorSpec([self._num_replicas], tf.float64)) if self._weighted else self._parts
 
     def _to_components(self, value: PerReplica) -> tuple[Any, ...]:
         return (*value.parts(), value.weights) if self._weighted else value.parts()
@@ -744,7 +744,7 @@ class Separate(PerReplica):
 
 
 def weighted_mean(stack: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """The mean over the first axis, float64 for integers; `weights` is float32 [N]."""
+    """The mean over the first axis, float64 for integers; `weights` is float64 [N]."""
     if not (stack.dtype.is_floating or stack.dtype.is_complex):
         stack = tf.cast(stack, tf.float64)
     weights = tf.cast(weights, stack.dtype)
@@ -900,23 +900,26 @@ def select_replica(structure: Any, replica_id: Any) -> Any:
     return tf.nest.map_structure(select, structure)
 
 
-def regroup(values: Sequence[Any], *, always_wrap: bool = False, number: int | None = None) -> Any:
+def regroup(
+    values: Sequence[Any], *, always_wrap: bool = False, number: int | None = None, rows: Sequence[int] = ()
+) -> Any:
     """Results of a replica function, replica 0 first, as one structure of per-replica values.
 
-    With `number`, there are that many replicas, of which those after the given ones had no rows and never ran.
+    With `number`, there are that many replicas, of which those after the given ones had no rows and never ran; the given
+    ones had `rows`, so that what has as many is known to have a value for each.
 
     Follows tf.distribute: equal structures; the same object in all replicas comes back as it is, unless `always_wrap`.
     """
     first = values[0]
     if isinstance(first, Mapping):
-        parts = [(key, regroup([value[key] for value in values], always_wrap=always_wrap, number=number)) for key in first]
+        parts = [(key, regroup([value[key] for value in values], always_wrap=always_wrap, number=number, rows=rows)) for key in first]
         return type(first)(parts)  # type: ignore[call-arg]
     if isinstance(first, list | tuple) and not isinstance(first, LocalResults):
         lengths = {len(value) for value in values}
         if len(lengths) > 1:
             raise _errors.different_structures(lengths)
         items = [
-            regroup([value[index] for value in values], always_wrap=always_wrap, number=number)
+            regroup([value[index] for value in values], always_wrap=always_wrap, number=number, rows=rows)
             for index in range(len(first))
         ]
         return getattr(first, "_make", type(first))(items)
@@ -926,13 +929,15 @@ def regroup(values: Sequence[Any], *, always_wrap: bool = False, number: int | N
         return first
     if number is None or number == len(values):
         return Separate(values)
-    absent = [_without_rows(values[-1])] * (number - len(values)) if is_tensor else [first] * (number - len(values))
-    weights = tf.constant([1.0] * len(values) + [0.0] * len(absent))
+    absent = [_absent(values, rows) if is_tensor else first] * (number - len(values))
+    weights = tf.constant([1.0] * len(values) + [0.0] * len(absent), tf.float64)
     return Separate([*values, *absent]).with_weights(weights, "all")
 
 
-def _without_rows(value: Any) -> Any:
-    """What stands for the result of a replica that never ran: zeros."""
-    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
-        return cut_rows(value, 0, 0)
-    return tf.nest.map_structure(tf.zeros_like, value, expand_composites=True)
+def _absent(values: Sequence[Any], rows: Sequence[int]) -> Any:
+    """What stands for the result of a replica that never ran: no rows, or zeros."""
+    last = values[-1]
+    if not isinstance(last, tf.IndexedSlices) and last.shape.rank:
+        if isinstance(last, tf.RaggedTensor | tf.SparseTensor) or [value.shape[0] for value in values] == list(rows):
+            return cut_rows(last, 0, 0)
+    return tf.nest.map_structure(tf.zeros_like, last, expand_composites=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from microstrat import _context, _errors, _tf, _values
+from microstrat import _context, _errors, _keras, _tf, _values
 
 _creating = threading.local()
 
@@ -214,11 +214,17 @@ class _PerReplicaRows:
 
 
 def combined(variable: Any, method: str, value: Any) -> Any:
-    """What an assignment in a replica function assigns; of a whole batch, what its micro-batches' come to."""
-    tracing = _context.current_tracing()
-    if tracing is None or not variable.in_own_replica_context():
+    """What an assignment in a replica function assigns: of a whole batch, what its micro-batches' come to."""
+    if not variable.in_own_replica_context():
         return value
-    return tracing.combine_write(variable, method, value)
+    tracing = _context.current_tracing()
+    if tracing is not None:
+        value = tracing.combine_write(variable, method, value)
+    strategy = variable.distribute_strategy
+    if strategy.extended.averages_batch_norm and _keras.batch_normalization_updating(variable) is not None:
+        with _tf.stop_recording():
+            value = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, value)
+    return value
 
 
 class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):

@@ -15,6 +15,8 @@ the optimizer, `result()` of a metric) runs once, on the whole batch's value, as
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,14 +56,11 @@ class WholeBatch(_context.Tracing):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        if self.turns.most == 1:
-            yield
-            return
-        with (
-            _tf.hooked_gradients(self._gradient),
-            _keras.whole_batch_losses(self, self.loss_reduction),
-            _tf.hooked_operations(self._own_draws),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_tf.hooked_operations(self._own_draws))
+            if self.turns.most > 1:
+                stack.enter_context(_tf.hooked_gradients(self._gradient))
+                stack.enter_context(_keras.whole_batch_losses(self, self.loss_reduction))
             yield
 
     def varies(self, value: Any) -> bool:
@@ -76,14 +75,14 @@ class WholeBatch(_context.Tracing):
 
     # --- What a micro-batch weighs ------------------------------------------------------------------------------------
     def fraction(self) -> tf.Tensor:
-        """Float32 scalar: this micro-batch's share of the rows, or of the weights that the user gave."""
+        """Float64 scalar: this micro-batch's share of the rows, or of the weights that the user gave."""
         if self._fraction is None:
             with self.graph.as_default(), tf.control_dependencies(None):
                 if self._weight is not None:
                     self._fraction = self._weight / self.total(self._weight)
                 else:
                     rows = self.turns.rows_of_turn(self.turn)
-                    self._fraction = tf.cast(rows, tf.float32) / tf.cast(self.turns.rows, tf.float32)
+                    self._fraction = tf.cast(rows, tf.float64) / tf.cast(self.turns.rows, tf.float64)
         return self._fraction
 
     def set_weight(self, weight: Any) -> None:
@@ -94,10 +93,10 @@ class WholeBatch(_context.Tracing):
         if self._fraction is not None:
             raise _errors.weight_too_late(self.function_name)
         if self.varies(weight):
-            self._weight = self._out_of_branches("sum", tf.cast(weight, tf.float32))
+            self._weight = self._out_of_branches("sum", tf.cast(weight, tf.float64))
 
     def result_weights(self) -> tf.Tensor | None:
-        """Float32 [n], what the results of each micro-batch weigh in a mean; None if their rows are what they weigh."""
+        """Float64 [n], what the results of each micro-batch weigh in a mean; None if their rows are what they weigh."""
         if self._weight is None:
             return None
         weights = self.collect(_context.Collective("concat"), self._weight[tf.newaxis])
@@ -108,7 +107,7 @@ class WholeBatch(_context.Tracing):
     def weights_of_turns(self) -> tf.Tensor | None:
         if self.turns.most == 1:
             return None
-        return tf.cast(self.turns.rows_of_turn(tf.range(self.turns.most)), tf.float32)
+        return tf.cast(self.turns.rows_of_turn(tf.range(self.turns.most)), tf.float64)
 
     def concatenated(self, flat: tf.Tensor, lengths: tf.Tensor) -> _values.PerReplica:
         return _values.ConcatenatedRows(self.turns.most, flat, lengths)
@@ -152,13 +151,33 @@ class WholeBatch(_context.Tracing):
         op = _see_through(value).op
         if op.type == "Sum" and op.inputs[0].op.type == "Pack":  # Keras adds losses up this way
             op = op.inputs[0].op
-        if op.graph is not self.graph or op.type not in ("AddN", "AddV2", "Pack"):
+        if op.graph is not self.graph:
             return [], [value]
-        if any(tensor.shape != value.shape for tensor in op.inputs):
+        if op.type in ("AddN", "AddV2", "Pack"):
+            parts = [self._terms(tensor) for tensor in op.inputs]
+            uniform = [term for one, _ in parts for term in one]
+            varying = [term for _, one in parts for term in one]
+        elif op.type in ("Mul", "RealDiv", "Cast"):
+            uniform, varying = self._scaled_terms(op)
+        else:
             return [], [value]
-        parts = [self._terms(tensor) for tensor in op.inputs]
-        uniform = [term for one, _ in parts for term in one]
-        return (uniform, [term for _, one in parts for term in one]) if uniform else ([], [value])
+        return (uniform, varying) if uniform else ([], [value])
+
+    def _scaled_terms(self, op: tf.Operation) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The terms of a sum times, or divided by, what all micro-batches have in common; or of another dtype."""
+        first, *rest = op.inputs
+        if op.type == "Mul" and not self.varies(first):
+            first, rest = rest[0], [first]
+        if any(self.varies(factor) for factor in rest):
+            return [], []
+
+        def scale(term: tf.Tensor) -> tf.Tensor:
+            if op.type == "Cast":
+                return tf.cast(term, op.outputs[0].dtype)
+            return term * rest[0] if op.type == "Mul" else term / rest[0]
+
+        uniform, varying = self._terms(first)
+        return ([scale(term) for term in uniform], [scale(term) for term in varying]) if uniform else ([], [])
 
     def mean(self, value: Any) -> Any:
         """The mean over the micro-batches, weighted by `fraction`; float64 for integers."""
@@ -374,9 +393,15 @@ class WholeBatch(_context.Tracing):
         Their seed is one for the whole batch, so all would draw the same. A draw of another shape (noise for the weights)
         is the whole batch's, and stays one.
         """
-        if _context.current_tracing() is not self or not any(self.varies(tensor) for tensor in draw.other_inputs):
+        if _context.current_tracing() is not self or self.varies(draw.key):
             return None
-        return None if self.varies(draw.key) else draw.key_for(_context.live_turn(), self.turns.most)
+        own_micro_batch = any(self.varies(tensor) for tensor in draw.other_inputs)
+        own_replica = self.around is not None and self.strategy.extended.draws_independently
+        if own_replica:
+            turn = _context.live_turn() if own_micro_batch else 0
+            most = self.turns.most
+            return draw.key_for(_context.live_replica_id() * most + turn, self.num_replicas * most)
+        return draw.key_for(_context.live_turn(), self.turns.most) if own_micro_batch else None
 
 
 def _has_row_axis(value: Any) -> bool:
@@ -385,7 +410,8 @@ def _has_row_axis(value: Any) -> bool:
 
 
 def _add(terms: Sequence[tf.Tensor]) -> tf.Tensor:
-    return terms[0] if len(terms) == 1 else tf.add_n(list(terms))
+    # Terms may broadcast, which tf.add_n does not.
+    return functools.reduce(operator.add, terms)
 
 
 def _see_through(tensor: tf.Tensor) -> tf.Tensor:
