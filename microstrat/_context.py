@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _branches, _errors, _keras, _kinds, _tf, _values
+from microstrat import _branches, _errors, _keras, _kinds, _rows, _tf, _values
 
 _thread = threading.local()
 _REPLICA_ID = _tf.CallTimeKey(("replica id",))
@@ -29,7 +29,7 @@ class Collective:
     """What a marker operation stands for.
 
     Attributes:
-      kind: "sum", "concat" (along `axis`, replica 0 first) or "first" (replica 0's value).
+      kind: "sum", "max", "min", "concat" (along `axis`, replica 0 first) or "first" (replica 0's value).
       axis: for "concat".
       between_replicas: whether it is over the replicas around a loop over the micro-batches of one.
     """
@@ -72,7 +72,7 @@ class Tracing:
         function_name: str,
         outer: tf.Graph,
         *,
-        turns: _values.Turns,
+        turns: _rows.Turns,
         inline: bool,
         around: Tracing | None = None,
     ):

@@ -149,7 +149,13 @@ def scatter_on_local(variable: str, method: str) -> NotImplementedError:
     )
 
 
-_COLLECTIVE_KINDS = {"sum": "an all-reduce", "concat": "a gather", "first": "an update from the first replica"}
+_COLLECTIVE_KINDS = {
+    "sum": "an all-reduce",
+    "max": "a running maximum",
+    "min": "a running minimum",
+    "concat": "a gather",
+    "first": "an update from the first replica",
+}
 
 
 def collective_in_branch(kind: str, function: str, reason: str) -> RuntimeError:
@@ -308,9 +314,16 @@ def gradient_of_inner_mean(function: str) -> str:
 
 def cannot_combine(variable: str, dtype: str, function: str) -> RuntimeError:
     return RuntimeError(
-        f"Replica function {function!r} assigns a value that depends on the micro-batch to variable {variable!r} of dtype "
-        f"{dtype}. Micro-batches' values can be added or averaged, but not those. Assign what the whole batch agrees on, "
-        "or keep a number."
+        f"Replica function {function!r} assigns a value that depends on the micro-batch to variable {variable!r} ({dtype}), in a "
+        "way that cannot be put together to what the whole batch would assign. Sums (v.assign(v + x)), running maxima and "
+        "minima, and averages can. Assign one of those, or what does not depend on the micro-batch."
+    )
+
+
+def rows_assigned(variable: str, shape: Any, function: str) -> RuntimeError:
+    return RuntimeError(
+        f"Replica function {function!r} assigns a value for each row (shape {shape}) to variable {variable!r}. A micro-batch has "
+        "some of the batch's rows only, so state that is kept by row (a stateful RNN's) cannot be cut into micro-batches."
     )
 
 

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from microstrat import _context, _eager, _errors, _inputs, _keras, _lower, _tf, _trace, _values, _variables, _whole
 
-
 CHOICES = {"batch_norm_statistics": ("per_replica", "averaged"), "dropout_masks": ("mirrored", "independent")}
 """What may be chosen for what replicas keep apart; tf.distribute's own way first."""
 
@@ -338,7 +337,9 @@ class MicroBatchExtended(_tf.StrategyExtended):
             assert tracing is not None
             return tracing.gather(tf.convert_to_tensor(value.value), axis)
         if isinstance(value, tf.distribute.DistributedValues):
-            per_replica = value if isinstance(value, _values.PerReplica) else _values.Separate(self._local_results(value))
+            per_replica = (
+                value if isinstance(value, _values.PerReplica) else _values.Separate(self._local_results(value))
+            )
             return per_replica.gather(axis)
         return value
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _tf, _values
+from microstrat import _errors, _rows, _tf, _values
 
 _UNEVEN = "uneven batch"
 _PLAIN_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
@@ -26,7 +26,7 @@ def _wrap(strategy: Any, element: Any) -> Any:
     wrapped = []
     for path, value in _tf.flatten_with_paths(element):
         if isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
-            count = _values.static_rows(value)
+            count = _rows.static_rows(value)
             if count is not None:
                 rows[_path_name(path)] = count
             value = strategy.extended.cut(value)
@@ -42,7 +42,7 @@ def _announce_uneven(strategy: Any, batch: Any) -> None:
     first = next((part for part in tf.nest.flatten(batch) if isinstance(part, tf.Tensor) and part.shape.rank), None)
     if first is None or extended.has_announced(_UNEVEN):
         return
-    rows = _values.count_rows(first)
+    rows = _rows.count_rows(first)
 
     def announce(count: Any) -> None:
         extended.announce(_UNEVEN, _errors.uneven_batch(int(count), num_replicas))
@@ -314,7 +314,7 @@ def _pick(group: Any, replica: int) -> Any:
     """One replica's ragged or sparse batch out of a group of them; empty if the group is short."""
     if isinstance(group, tf.RaggedTensor):
         return group[replica : replica + 1].merge_dims(0, 1)
-    rows = _values.cut_rows(group, replica, replica + 1)
+    rows = _rows.cut_rows(group, replica, replica + 1)
     return tf.sparse.reshape(rows, tf.concat([[-1], group.dense_shape[2:]], 0))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -39,7 +40,7 @@ class Combiner(Protocol):
 
 def _frames() -> Iterator[Any]:
     """The calls that are running on this thread, innermost first."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # noqa: SLF001 - Python's own; inspect.stack() would read the sources too
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -159,7 +160,7 @@ def build_from_specs(spec_of: Callable[[Any], Any]) -> None:
     for trainer in _classes("keras.src.backend.tensorflow.trainer:TensorFlowTrainer"):
         method = getattr(trainer, "_maybe_symbolic_build", None)
         if method is not None and not hasattr(method, "stock"):
-            trainer._maybe_symbolic_build = _building(method, spec_of)
+            setattr(trainer, "_maybe_symbolic_build", _building(method, spec_of))  # noqa: B010 - private, and patched on purpose
 
 
 def _building(stock: Callable[..., Any], spec_of: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -181,7 +182,7 @@ def weigh_results(is_weighted: Callable[[Any], bool]) -> None:
     that does is replaced for good, and differs from Keras' for values of which `is_weighted` only.
     """
     for name in ("keras.src.backend.tensorflow.trainer", "tf_keras.src.engine.training"):
-        module = sys.modules.get(name)
+        module: Any = sys.modules.get(name)
         if module is not None and not hasattr(module.reduce_per_replica, "stock"):
             module.reduce_per_replica = _weighing(module.reduce_per_replica, is_weighted)
 
@@ -224,7 +225,11 @@ def whole_batch_losses(combiner: Combiner, loss_reduction: str) -> Iterator[None
         ("keras.src.losses.loss", "apply_mask", _masked),
         ("keras.src.losses.loss", "reduce_values", functools.partial(_reduced, is_sum=is_sum)),
         ("tf_keras.src.utils.losses_utils", "apply_valid_mask", _masked_tf_keras),
-        ("tf_keras.src.utils.losses_utils", "reduce_weighted_loss", functools.partial(_reduced_tf_keras, is_sum=is_sum)),
+        (
+            "tf_keras.src.utils.losses_utils",
+            "reduce_weighted_loss",
+            functools.partial(_reduced_tf_keras, is_sum=is_sum),
+        ),
     ]
     with contextlib.ExitStack() as stack:
         for module, name, make in patches:
@@ -316,7 +321,11 @@ def _divides_activity_losses(layer: type) -> bool:
 def _activity(combiner: Combiner, stock: Callable[..., Any]) -> Callable[..., Any]:
     def add_loss(self: Any, loss: Any) -> Any:
         # The layer's own __call__ adds the activity regularizer's loss, a sum over rows; anybody else adds a mean.
-        if sys._getframe(1).f_code.co_name == "__call__" and isinstance(loss, tf.Tensor) and combiner.varies(loss):
+        if (
+            next(itertools.islice(_frames(), 1, None)).f_code.co_name == "__call__"
+            and isinstance(loss, tf.Tensor)
+            and combiner.varies(loss)
+        ):
             loss = loss / tf.cast(combiner.fraction(), loss.dtype)
         return stock(self, loss)
 

@@ -31,7 +31,9 @@ def is_cheap(op: tf.Operation) -> bool:
 
 def size_of(op: tf.Operation) -> int:
     """Roughly how many numbers an operation's outputs have; an unknown dimension counts as a few."""
-    return sum(math.prod(16 if size is None else size for size in t.shape) for t in op.outputs if t.shape.rank is not None)
+    return sum(
+        math.prod(16 if size is None else size for size in t.shape) for t in op.outputs if t.shape.rank is not None
+    )
 
 
 class Kinds:

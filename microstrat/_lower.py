@@ -3,7 +3,7 @@
 A uniform stage is called once. A loop stage is the body of one While over the replicas; what its collectives need is
 added to the trace first, as ordinary operations around the user's own:
 
-    sum     an accumulator that the loop carries
+    sum     an accumulator that the loop carries; so for max and min
     first   an accumulator that the first replica sets
     concat  a tensor list, joined after the loop; also for values that are returned, or that a later loop reads
 """
@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import tensorflow as tf
 
-from microstrat import _plan, _tf, _trace, _values
+from microstrat import _plan, _rows, _tf, _trace, _values
 
 _counter = itertools.count()
 _last = threading.local()
@@ -149,7 +149,7 @@ class _Emitter:
                 self.graph.nodes[result_id] = dataclasses.replace(self.graph.nodes[result_id], required=True)
 
     def _uniform_result(self, kind: str, axis: int, source: tf.Tensor) -> tf.Tensor:
-        if self.turns.most == 1 or kind == "first":
+        if self.turns.most == 1 or kind in ("first", "max", "min"):
             return source
         if kind == "sum":
             return self.tracing.uniform_sum(source)
@@ -289,8 +289,14 @@ class _Emitter:
         if self.tracing.around is None:
             return [members]
         place: dict[int, int] = {}
-        for node in _plan.topological_order(self.graph.nodes, [index in members for index in range(len(self.graph.nodes))]):
-            before = [place[other] for other in (*self.graph.nodes[node].inputs, *self.graph.nodes[node].after) if other in place]
+        for node in _plan.topological_order(
+            self.graph.nodes, [index in members for index in range(len(self.graph.nodes))]
+        ):
+            before = [
+                place[other]
+                for other in (*self.graph.nodes[node].inputs, *self.graph.nodes[node].after)
+                if other in place
+            ]
             earliest = max(before, default=0)
             place[node] = earliest + (earliest % 2 != self._varies_around(node))
         groups: dict[int, set[int]] = {}
@@ -299,12 +305,14 @@ class _Emitter:
         return [frozenset(groups[at]) for at in sorted(groups)]
 
     def _varies_around(self, node: int) -> bool:
+        around = self.tracing.around
+        assert around is not None
         if self._around is None:
             outer_of = {id(inner): outer for outer, inner in self.captured_pairs}
             nodes = []
             for op, known in zip(self.graph.operations, self.graph.nodes, strict=True):
                 outer = outer_of.get(id(op.outputs[0])) if op.type == "Placeholder" else None
-                varying = outer is not None and self.tracing.around.varies(outer)
+                varying = outer is not None and around.varies(outer)
                 varying = varying or (self.tracing.kinds.has_own_state(op) and op not in self.inner.cross_replica_ops)
                 nodes.append(dataclasses.replace(known, varying=varying, collective=known.border))
             self._around = _plan.find_varying(nodes)
@@ -333,7 +341,9 @@ class _Emitter:
             if self.plan.stage[self.graph.ids[marker]] == stage:
                 collective = self.tracing.collectives[marker]
                 over = dataclasses.replace(collective, between_replicas=False)
-                result = self.tracing.around.collect(over, self._outside(self.key(marker.inputs[0])))
+                around = self.tracing.around
+                assert around is not None
+                result = around.collect(over, self._outside(self.key(marker.inputs[0])))
                 result.set_shape(marker.outputs[0].shape)
                 self.env[self.key(marker.outputs[0])] = result
 
@@ -404,11 +414,15 @@ class _Emitter:
         accumulator = tf.compat.v1.placeholder(source.dtype, shape if shape.is_fully_defined() else None)
         if collective.kind == "sum":
             after = accumulator + source
+        elif collective.kind in ("max", "min"):
+            after = (tf.maximum if collective.kind == "max" else tf.minimum)(accumulator, source)
         else:
             after = tf.raw_ops.SelectV2(condition=tf.equal(self.turn, 0), t=source, e=accumulator)
         with self.outer.as_default():
             # A scalar start suits any shape: the first sum or choice broadcasts it.
             start = tf.zeros(shape if shape.is_fully_defined() else [], source.dtype)
+            if collective.kind in ("max", "min"):
+                start += source.dtype.min if collective.kind == "max" else source.dtype.max
 
         def finish(result: tf.Tensor) -> None:
             result.set_shape(marker.outputs[0].shape)
@@ -555,8 +569,8 @@ class _Emitter:
         """The result of a turn, without rows if it never ran."""
         if isinstance(self.turns.running, int) or isinstance(entry, tf.IndexedSlices) or not entry.shape.rank:
             return entry
-        rows = _values.count_rows(entry)
-        return _values.cut_rows(entry, 0, tf.where(turn < self.turns.running, rows, 0))
+        rows = _rows.count_rows(entry)
+        return _rows.cut_rows(entry, 0, tf.where(turn < self.turns.running, rows, 0))
 
     def _separate(self, part: Any) -> list[Any]:
         most = self.turns.most

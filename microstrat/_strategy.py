@@ -163,7 +163,9 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         if micro_batches == 1:
             what = f"{replicas} virtual replicas"
         else:
-            what = f"{micro_batches} micro-batches" + (f" on each of {replicas} virtual replicas" if replicas > 1 else "")
+            what = f"{micro_batches} micro-batches" + (
+                f" on each of {replicas} virtual replicas" if replicas > 1 else ""
+            )
         return f"<MicroBatchStrategy: {what} on {self.extended.parameter_devices[0]}>"
 
 

@@ -228,7 +228,11 @@ def _attribute(value: Any) -> Any:
     return tf.as_dtype(value.type) if kind == "type" else getattr(value, kind)
 
 
-_DRAWS_THAT_ONLY_MAKE_KEYS = ("StatelessRandomGetKeyCounter", "StatelessRandomGetKeyCounterAlg", "StatelessRandomGetAlg")
+_DRAWS_THAT_ONLY_MAKE_KEYS = (
+    "StatelessRandomGetKeyCounter",
+    "StatelessRandomGetKeyCounterAlg",
+    "StatelessRandomGetAlg",
+)
 
 
 @contextlib.contextmanager
@@ -255,12 +259,14 @@ def hooked_operations(hook: Callable[[StatelessDraw], tf.Tensor | None]) -> Iter
             _hooks.drawing = False
 
     def draw_again(op_type: str, inputs: Any, attrs: Any, outputs: Any) -> Any:
-        op_def = _op_def_registry.get(op_type)
+        op_def: Any = _op_def_registry.get(op_type)
         names = [argument.name for argument in op_def.input_arg]
         at = next((names.index(name) for name in ("key", "seed") if name in names), None)
         if at is None:
             return outputs
-        others = tuple(tensor for name, tensor in zip(names, inputs, strict=True) if name not in ("key", "seed", "counter", "alg"))
+        others = tuple(
+            tensor for name, tensor in zip(names, inputs, strict=True) if name not in ("key", "seed", "counter", "alg")
+        )
         key = hook(StatelessDraw(inputs[at], others))
         if key is None:
             return outputs

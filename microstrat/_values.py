@@ -22,65 +22,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from microstrat import _errors, _tf
+from microstrat import _errors, _rows, _tf
 
 
-@dataclasses.dataclass(frozen=True)
-class Turns:
-    """How often a loop over replicas, or over micro-batches, goes round.
-
-    Attributes:
-      most: at most; known while tracing.
-      running: really: an int, or an int32 scalar if that is only known when the loop runs. A replica without rows never
-        runs, and a micro-batch without rows does not exist; the first one always runs.
-      rows: of the batch that is cut: an int, a scalar, or None if there is no batch.
-      share: rows of every part but the last, likewise.
-      lengths: rows of every part, [most], where they are given and not worked out from `rows` and `share`.
-    """
-
-    most: int
-    running: Any
-    rows: Any = None
-    share: Any = None
-    lengths: Any = None
-
-    def rows_of_turn(self, turn: tf.Tensor) -> tf.Tensor:
-        """How many rows the part of a turn has; `turn` is int32."""
-        if self.lengths is not None:
-            return tf.gather(self.lengths, turn)
-        rows, share = tf.cast(self.rows, tf.int32), tf.cast(self.share, tf.int32)
-        return tf.clip_by_value(rows - turn * share, 0, share)
-
-    def happen(self) -> tf.Tensor | None:
-        """Float64 [most]: 1 for every turn that runs and 0 for the others; None if all run."""
-        if isinstance(self.running, int) and self.running == self.most:
-            return None
-        return tf.cast(tf.range(self.most) < self.running, tf.float64)
-
-
-def share_of(rows: Any, number: int) -> Any:
-    """Rows of every part but the last when a batch is cut in (at most) `number`: ceil(rows / number), at least 1."""
-    share = (rows + (number - 1)) // number
-    return max(share, 1) if isinstance(rows, int) else tf.maximum(share, 1)
-
-
-def even_share(rows: Any, number: int) -> Any:
-    """Rows of every part when a batch is cut in at most `number` equal parts: what XLA, with its fixed shapes, can do."""
-    if isinstance(rows, int):
-        return rows // next(parts for parts in range(number, 0, -1) if rows % parts == 0)
-    parts = tf.range(1, number + 1, dtype=rows.dtype)
-    return rows // tf.reduce_max(tf.where(rows % parts == 0, parts, 1))
-
-
-def count_parts(rows: Any, share: Any) -> Any:
-    """How many parts of `share` rows have any; the first counts always."""
-    if isinstance(rows, int) and isinstance(share, int):
-        return max(-(-rows // max(share, 1)), 1)
-    share = tf.maximum(share, 1)
-    return tf.cast(tf.maximum((rows + share - 1) // share, 1), tf.int32)
-
-
-def turns(structure: Any, number: int, *, without_batch: int | None = None) -> Turns:
+def turns(structure: Any, number: int, *, without_batch: int | None = None) -> _rows.Turns:
     """How many replicas, or micro-batches, the per-replica values in `structure` give work to.
 
     Args:
@@ -88,17 +33,19 @@ def turns(structure: Any, number: int, *, without_batch: int | None = None) -> T
       number: of replicas, or micro-batches at most.
       without_batch: how many turns there are if nothing in `structure` is cut; default, all.
     """
-    found: list[Turns] = []
+    found: list[_rows.Turns] = []
     for value in tf.nest.flatten(structure):
         if isinstance(value, PerReplica) and not isinstance(value, _tf.DistributedVariable):
             running = value.count_running()
             if running is not None:
                 found.append(
-                    Turns(value.num_replicas, running, value.count_rows(), value.share(), value.lengths_of_parts())
+                    _rows.Turns(
+                        value.num_replicas, running, value.count_rows(), value.share(), value.lengths_of_parts()
+                    )
                 )
     if not found:
         alone = without_batch or number
-        return Turns(alone, alone)
+        return _rows.Turns(alone, alone)
     if all(isinstance(one.running, int) for one in found):
         most = max(found, key=lambda one: one.running)
         return most if without_batch is None else dataclasses.replace(most, most=most.running)
@@ -116,7 +63,7 @@ def in_micro_batches(structure: Any, number: int, *, even: bool) -> Any:
     if not marked and number > 1:
         flat = [tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value for value in flat]
         batch = [value for value in flat if _has_rows(value)]
-        counts = {rows for value in batch if (rows := static_rows(value)) is not None}
+        counts = {rows for value in batch if (rows := _rows.static_rows(value)) is not None}
         if len(counts) > 1:
             raise _errors.which_is_the_batch([value.shape for value in batch], number)
         if batch:
@@ -144,12 +91,17 @@ def _has_rows(value: Any) -> bool:
 
 def _with_equal_rows(flat: list[Any], batch: list[Any], number: int) -> list[Any]:
     """The values, checked to have the same number of rows when they are computed, if that is not known yet."""
-    if len(batch) < 2 or all(static_rows(value) is not None for value in batch):
+    if len(batch) < 2 or all(_rows.static_rows(value) is not None for value in batch):
         return flat
     message = str(_errors.which_is_the_batch([value.shape for value in batch], number))
-    checks = [tf.debugging.assert_equal(count_rows(batch[0]), count_rows(value), message) for value in batch[1:]]
+    checks = [
+        tf.debugging.assert_equal(_rows.count_rows(batch[0]), _rows.count_rows(value), message) for value in batch[1:]
+    ]
     with tf.control_dependencies([check for check in checks if check is not None]):
-        return [tf.nest.map_structure(tf.identity, value, expand_composites=True) if _has_rows(value) else value for value in flat]
+        return [
+            tf.nest.map_structure(tf.identity, value, expand_composites=True) if _has_rows(value) else value
+            for value in flat
+        ]
 
 
 def whole_values(structure: Any, num_replicas: int) -> Any:
@@ -163,54 +115,6 @@ def whole_values(structure: Any, num_replicas: int) -> Any:
         raise _errors.not_a_batch(value)
 
     return tf.nest.map_structure(whole, structure)
-
-
-def micro_batch_bounds(rows: Any, num_replicas: int, replica_id: Any) -> tuple[Any, Any]:
-    """First and last-plus-one row of a replica's share, as tf.distribute splits a batch: ceil(rows / N) rows each."""
-    share = (rows + (num_replicas - 1)) // num_replicas
-    if isinstance(rows, int) and isinstance(replica_id, int):
-        return min(replica_id * share, rows), min((replica_id + 1) * share, rows)
-    rows = tf.convert_to_tensor(rows)
-    start = tf.minimum(tf.cast(replica_id, rows.dtype) * share, rows)
-    return start, tf.minimum(start + share, rows)
-
-
-def static_rows(batch: Any) -> int | None:
-    """Number of rows of a tensor, ragged or sparse tensor, if it is known while tracing."""
-    return batch.shape[0] if batch.shape.rank else None
-
-
-def count_rows(batch: Any) -> Any:
-    """Number of rows, an int if known, else an int32 or int64 scalar."""
-    rows = static_rows(batch)
-    if rows is not None:
-        return rows
-    if isinstance(batch, tf.SparseTensor):
-        return batch.dense_shape[0]
-    if isinstance(batch, tf.RaggedTensor):
-        return batch.nrows()
-    return tf.shape(batch)[0]
-
-
-def cut_rows(batch: Any, start: Any, stop: Any, *, size: int | None = None) -> Any:
-    """Rows start … stop of a tensor, ragged or sparse tensor. `size`, if given, is the static number of rows."""
-    if isinstance(batch, tf.SparseTensor):
-        tail = batch.dense_shape[1:]
-        begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(tail)], axis=0)
-        lengths = tf.concat([[tf.cast(stop - start, tf.int64)], tail], axis=0)
-        cut = tf.sparse.slice(batch, begin, lengths)
-        return tf.SparseTensor(cut.indices, cut.values, tf.ensure_shape(lengths, [batch.shape.rank]))
-    if isinstance(batch, tf.RaggedTensor):
-        return batch[start:stop]
-    rank = batch.shape.rank
-    if size is None or rank is None:
-        cut = batch[start:stop]
-        cut.set_shape([size, *batch.shape[1:]] if rank is not None else None)
-        return cut
-    zeros = [0] * (rank - 1)
-    cut = tf.slice(batch, [tf.cast(start, tf.int32), *zeros], [size] + [-1] * (rank - 1))
-    cut.set_shape([size, *batch.shape[1:]])
-    return cut
 
 
 class PerReplica(_tf.PerReplica):
@@ -395,7 +299,7 @@ class BatchRows(PerReplica):
         rows = spec.shape[0] if isinstance(spec, tf.TensorSpec) and spec.shape.rank else None
         if rows is None:
             return (_relax_rows(spec),) * num_replicas
-        bounds = [micro_batch_bounds(rows, num_replicas, replica) for replica in range(num_replicas)]
+        bounds = [_rows.micro_batch_bounds(rows, num_replicas, replica) for replica in range(num_replicas)]
         return tuple(tf.TensorSpec([stop - start, *spec.shape[1:]], spec.dtype) for start, stop in bounds)
 
     @property
@@ -403,42 +307,44 @@ class BatchRows(PerReplica):
         return self._spec("rows", tf.type_spec_from_value(self.batch))
 
     def count_rows(self) -> Any:
-        return count_rows(self.batch)
+        return _rows.count_rows(self.batch)
 
     def lengths_of_parts(self) -> Any:
         return None
 
     def share(self) -> Any:
-        return share_of(self.count_rows(), self.num_replicas)
+        return _rows.share_of(self.count_rows(), self.num_replicas)
 
     def count_running(self) -> Any:
-        return count_parts(self.count_rows(), self.share())
+        return _rows.count_parts(self.count_rows(), self.share())
 
     def select(self, replica_id: Any) -> Any:
-        rows = count_rows(self.batch)
-        start, stop = micro_batch_bounds(rows, self.num_replicas, replica_id)
+        rows = _rows.count_rows(self.batch)
+        start, stop = _rows.micro_batch_bounds(rows, self.num_replicas, replica_id)
         even = isinstance(rows, int) and rows % self.num_replicas == 0
-        return cut_rows(self.batch, start, stop, size=rows // self.num_replicas if even else None)
+        return _rows.cut_rows(self.batch, start, stop, size=rows // self.num_replicas if even else None)
 
     def _entries(self) -> tuple[Any, ...]:
         if isinstance(self.batch, tf.Tensor):
-            rows = count_rows(self.batch)
+            rows = _rows.count_rows(self.batch)
             if isinstance(rows, int):
-                bounds = [micro_batch_bounds(rows, self.num_replicas, replica) for replica in range(self.num_replicas)]
+                bounds = [
+                    _rows.micro_batch_bounds(rows, self.num_replicas, replica) for replica in range(self.num_replicas)
+                ]
                 sizes: Any = [stop - start for start, stop in bounds]
             else:
-                start, stop = micro_batch_bounds(rows, self.num_replicas, tf.range(self.num_replicas))
+                start, stop = _rows.micro_batch_bounds(rows, self.num_replicas, tf.range(self.num_replicas))
                 sizes = stop - start
             return tuple(tf.split(self.batch, sizes, num=self.num_replicas))
         return tuple(self.select(replica) for replica in range(self.num_replicas))
 
     def _row_within_share(self) -> tuple[tf.Tensor, Any]:
-        rows = count_rows(self.batch)
+        rows = _rows.count_rows(self.batch)
         share = (rows + (self.num_replicas - 1)) // self.num_replicas
         return tf.range(rows) % tf.maximum(share, 1), share
 
     def reduce_sum(self) -> Any:
-        rows = count_rows(self.batch)
+        rows = _rows.count_rows(self.batch)
         if not isinstance(self.batch, tf.Tensor):
             raise _errors.cannot_add_composite(self.batch)
         if isinstance(rows, int):
@@ -463,7 +369,7 @@ class BatchRows(PerReplica):
             batch.dtype.is_floating or batch.dtype.is_complex or batch.dtype.is_integer
         ):
             return self.select(0)
-        rows = count_rows(batch)
+        rows = _rows.count_rows(batch)
         if isinstance(rows, int) and rows % self.num_replicas == 0:
             return tf.reduce_sum(self.stacked(), axis=0) / self.num_replicas
         if batch.dtype.is_integer:
@@ -472,7 +378,7 @@ class BatchRows(PerReplica):
         return tf.math.unsorted_segment_mean(batch, position, share)
 
     def stacked(self) -> tf.Tensor:
-        rows = count_rows(self.batch)
+        rows = _rows.count_rows(self.batch)
         if isinstance(self.batch, tf.Tensor) and isinstance(rows, int) and rows % self.num_replicas == 0:
             return tf.reshape(
                 self.batch, tf.concat([[self.num_replicas, rows // self.num_replicas], tf.shape(self.batch)[1:]], 0)
@@ -504,7 +410,7 @@ class MicroBatches(BatchRows):
         return PerReplicaSpec("micro_batches", self.num_replicas, "", tf.type_spec_from_value(self.batch))
 
     def share(self) -> Any:
-        return (even_share if self.even else share_of)(self.count_rows(), self.num_replicas)
+        return (_rows.even_share if self.even else _rows.share_of)(self.count_rows(), self.num_replicas)
 
     def select(self, replica_id: Any) -> Any:
         share, rows = self.share(), self.count_rows()
@@ -517,7 +423,9 @@ class MicroBatches(BatchRows):
                 tf.concat([[tf.cast(share, tf.int32)], tf.shape(self.batch)[1:]], 0),
             )
         else:
-            part = cut_rows(self.batch, start, tf.minimum(start + tf.cast(share, tf.int32), tf.cast(rows, tf.int32)))
+            part = _rows.cut_rows(
+                self.batch, start, tf.minimum(start + tf.cast(share, tf.int32), tf.cast(rows, tf.int32))
+            )
         return _forget_rows(part)
 
     def _entries(self) -> tuple[Any, ...]:
@@ -626,7 +534,7 @@ class Concatenated(PerReplica):
 
     def select(self, replica_id: Any) -> Any:
         stop = tf.cumsum(self.lengths)[replica_id]
-        return cut_rows(self.flat, stop - self.lengths[replica_id], stop)
+        return _rows.cut_rows(self.flat, stop - self.lengths[replica_id], stop)
 
     def _entries(self) -> tuple[Any, ...]:
         return tuple(tf.split(self.flat, self.lengths, num=self.num_replicas))
@@ -854,7 +762,10 @@ def scale_by_replicas(value: Any, num_replicas: Any) -> Any:
     """The sum of N equal values."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(
-            tf.tile(value.values, tf.concat([[tf.cast(num_replicas, tf.int32)], tf.ones([tf.rank(value.values) - 1], tf.int32)], 0)),
+            tf.tile(
+                value.values,
+                tf.concat([[tf.cast(num_replicas, tf.int32)], tf.ones([tf.rank(value.values) - 1], tf.int32)], 0),
+            ),
             tf.tile(value.indices, [tf.cast(num_replicas, tf.int32)]),
             value.dense_shape,
         )
@@ -912,7 +823,10 @@ def regroup(
     """
     first = values[0]
     if isinstance(first, Mapping):
-        parts = [(key, regroup([value[key] for value in values], always_wrap=always_wrap, number=number, rows=rows)) for key in first]
+        parts = [
+            (key, regroup([value[key] for value in values], always_wrap=always_wrap, number=number, rows=rows))
+            for key in first
+        ]
         return type(first)(parts)  # type: ignore[call-arg]
     if isinstance(first, list | tuple) and not isinstance(first, LocalResults):
         lengths = {len(value) for value in values}
@@ -939,5 +853,5 @@ def _absent(values: Sequence[Any], rows: Sequence[int]) -> Any:
     last = values[-1]
     if not isinstance(last, tf.IndexedSlices) and last.shape.rank:
         if isinstance(last, tf.RaggedTensor | tf.SparseTensor) or [value.shape[0] for value in values] == list(rows):
-            return cut_rows(last, 0, 0)
+            return _rows.cut_rows(last, 0, 0)
     return tf.nest.map_structure(tf.zeros_like, last, expand_composites=True)

@@ -25,6 +25,7 @@ import tensorflow as tf
 from microstrat import _context, _errors, _keras, _tf, _values
 
 LOSS_REDUCTIONS = ("mean", "sum")
+_EXTREMES = {"Maximum": "max", "Minimum": "min"}
 _GENERATORS = ("RngReadAndSkip", "RngSkip", "StatefulUniform")
 
 
@@ -47,6 +48,7 @@ class WholeBatch(_context.Tracing):
         self._weight: tf.Tensor | None = None
         self._taking_gradient = False
         self._means: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        self._starts: dict[int, tf.Tensor] = {}
 
     def _replica_id(self) -> tf.Tensor:
         return tf.constant(0) if self.around is None else tf.identity(self.around.replica_id)
@@ -76,14 +78,16 @@ class WholeBatch(_context.Tracing):
     # --- What a micro-batch weighs ------------------------------------------------------------------------------------
     def fraction(self) -> tf.Tensor:
         """Float64 scalar: this micro-batch's share of the rows, or of the weights that the user gave."""
-        if self._fraction is None:
+        fraction = self._fraction
+        if fraction is None:
             with self.graph.as_default(), tf.control_dependencies(None):
                 if self._weight is not None:
-                    self._fraction = self._weight / self.total(self._weight)
+                    fraction = self._weight / self.total(self._weight)
                 else:
                     rows = self.turns.rows_of_turn(self.turn)
-                    self._fraction = tf.cast(rows, tf.float64) / tf.cast(self.turns.rows, tf.float64)
-        return self._fraction
+                    fraction = tf.cast(rows, tf.float64) / tf.cast(self.turns.rows, tf.float64)
+            self._fraction = fraction
+        return fraction
 
     def set_weight(self, weight: Any) -> None:
         """See `microstrat.set_weight`."""
@@ -101,8 +105,8 @@ class WholeBatch(_context.Tracing):
             return None
         weights = self.collect(_context.Collective("concat"), self._weight[tf.newaxis])
         with self.graph.as_default():
-            missing = self.turns.most - tf.shape(weights)[0]
-            return tf.ensure_shape(tf.pad(weights, [[0, missing]]), [self.turns.most])
+            missing = tf.zeros([self.turns.most - tf.shape(weights)[0]], weights.dtype)
+            return tf.ensure_shape(tf.concat([weights, missing], 0), [self.turns.most])
 
     def weights_of_turns(self) -> tf.Tensor | None:
         if self.turns.most == 1:
@@ -181,7 +185,12 @@ class WholeBatch(_context.Tracing):
 
     def mean(self, value: Any) -> Any:
         """The mean over the micro-batches, weighted by `fraction`; float64 for integers."""
-        return self.total(self._weigh(value)) if self.varies_anywhere(value) else value
+        if not self.varies_anywhere(value) or isinstance(value, tf.IndexedSlices):
+            return self.total(self._weigh(value)) if self.varies_anywhere(value) else value
+        # What all have in common stays outside: it may be known only after a first loop, which the rest need not wait for.
+        uniform, varying = self._terms(tf.convert_to_tensor(value))
+        total = self.total(self._weigh(_add(varying)))
+        return _add([*(tf.cast(term, total.dtype) for term in uniform), total])
 
     def varies_anywhere(self, value: Any) -> bool:
         parts = tf.nest.flatten(value, expand_composites=True)
@@ -302,12 +311,14 @@ class WholeBatch(_context.Tracing):
     def combine_write(self, variable: Any, method: str, value: Any) -> Any:
         """What `variable.method(value)` of the whole batch assigns, from what each micro-batch would.
 
-        Sums (aggregation SUM, as Keras' metrics declare; integers, which count) add up. Anything else is taken for a
-        statistic of the batch, of which the mean is taken.
+        Sums (aggregation SUM, as Keras' metrics declare; integers, which count) add up, and running maxima and minima go
+        on. Anything else is taken for a statistic of the batch, of which the mean is taken.
         """
         value = tf.convert_to_tensor(value, dtype=variable.dtype)
         if not self.varies(value):
             return value
+        if _has_row_axis(value):
+            raise _errors.rows_assigned(variable.name, value.shape, self.function_name)
         if not (value.dtype.is_floating or value.dtype.is_complex or value.dtype.is_integer):
             raise _errors.cannot_combine(variable.name, value.dtype.name, self.function_name)
         if self.loss_reduction == "mean" and _keras.scalar_mean_updating(variable, self.varies):
@@ -322,27 +333,15 @@ class WholeBatch(_context.Tracing):
         return self.mean(value)
 
     def _combine_sum(self, variable: Any, method: str, value: tf.Tensor) -> tf.Tensor:
-        if method != "assign":
+        uniform, varying = self._terms(value)
+        if method != "assign" or not self._reads(variable, _add(varying)):
+            if method == "assign" and not uniform and variable.aggregation != tf.VariableAggregation.SUM:
+                self.strategy.extended.announce(variable.name, _errors.sum_assigned(variable.name, self.function_name))
             return self.total(value)
-        added = self._added_to(variable, value)
-        if added is not None:
-            return tf.convert_to_tensor(variable) + self.total(added)
-        if self._reads(variable, value):
-            before = tf.convert_to_tensor(variable)
-            return before + self.total(value - before)
-        if variable.aggregation != tf.VariableAggregation.SUM:
-            self.strategy.extended.announce(variable.name, _errors.sum_assigned(variable.name, self.function_name))
-        return self.total(value)
-
-    def _added_to(self, variable: Any, value: tf.Tensor) -> tf.Tensor | None:
-        """`x` of `variable.assign(variable + x)`, None if that is not what happens."""
         op = _see_through(value).op
-        if op.type in ("AddV2", "Add"):
-            for one, other in (op.inputs, reversed(op.inputs)):
-                one = _see_through(one)
-                if self._is_read(one.op, variable) and not self._reads(variable, other):
-                    return other
-        return None
+        if op.type in _EXTREMES and any(self._is_read(_see_through(tensor).op, variable) for tensor in op.inputs):
+            return self.collect(_context.Collective(_EXTREMES[op.type]), value)
+        raise _errors.cannot_combine(variable.name, value.dtype.name, self.function_name)
 
     def _is_read(self, op: tf.Operation, variable: Any) -> bool:
         if op.type not in ("ReadVariableOp", "ResourceGather"):
@@ -372,17 +371,20 @@ class WholeBatch(_context.Tracing):
         """Moving statistics as the whole batch's mean and variance would change them.
 
         The variance of all rows is the mean of the micro-batches' variances plus the variance of their means. What a
-        layer assigns moves by (1 - momentum) times (statistic - old value), and so reveals the statistic.
+        layer assigns has (1 - momentum) times the statistic in it, next to terms that all micro-batches have in common.
         """
         mean = self.mean(value)
-        step = value - tf.convert_to_tensor(variable) if method == "assign" else value
         if variable is _keras.plain(layer.moving_mean):
-            self._means[id(layer)] = (self.mean(step), self.mean(tf.square(step)))
+            _, varying = self._terms(value)
+            # Relative to the old value, or squares cancel. Read once: a layer may be called several times.
+            start = self._starts.setdefault(id(layer), (1 - layer.momentum) * tf.convert_to_tensor(variable))
+            own = _add(varying) - start
+            self._means[id(layer)] = (self.mean(own), self.mean(tf.square(own)))
             return mean
         if id(layer) not in self._means or layer.momentum == 1:
             return mean
-        mean_step, mean_square = self._means[id(layer)]
-        between = tf.maximum(mean_square - tf.square(mean_step), 0) / (1 - layer.momentum)
+        mean_own, mean_square = self._means[id(layer)]
+        between = tf.maximum(mean_square - tf.square(mean_own), 0) / (1 - layer.momentum)
         between = tf.cast(between, value.dtype)
         return mean - between if method == "assign_sub" else mean + between
 
