@@ -168,7 +168,7 @@ class _Replica(threading.Thread):
             stack.enter_context(_tf.with_variable_creators(self._creators))
             if self._strategy.extended.draws_independently:
                 number, replicas = self._number, self._strategy.num_replicas_in_sync
-                stack.enter_context(_tf.hooked_operations(lambda draw: draw.key_for(number, replicas)))
+                stack.enter_context(_tf.hooked_keys(lambda key: _tf.key_for(key, number, replicas)))
             yield
 
     def run(self) -> None:

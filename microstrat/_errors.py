@@ -27,8 +27,8 @@ def no_such_device(device: str, devices: list[str]) -> ValueError:
 
 def reduce_plain_value(value: Any) -> ValueError:
     return ValueError(
-        f"reduce('SUM', ...) of {value!r}, which is one value and not one per replica. If it is reduced already, use it as "
-        "it is; if each replica has that value, multiply it by strategy.num_replicas_in_sync."
+        f"reduce('SUM', ...) of {value!r}, which is one value and not one per replica. If it is reduced already, use it "
+        "as it is; if each replica has that value, multiply it by strategy.num_replicas_in_sync."
     )
 
 
@@ -53,8 +53,8 @@ def bad_loss_reduction(value: Any) -> ValueError:
 
 def only_for_whole_batch(argument: str) -> ValueError:
     return ValueError(
-        f"{argument} is for semantics='whole_batch'. With semantics='replicas', the number of micro-batches is the number of "
-        "replicas, and the code scales its own loss, as with tf.distribute.MirroredStrategy."
+        f"{argument} is for semantics='whole_batch'. With semantics='replicas', the number of micro-batches is the "
+        "number of replicas, and the code scales its own loss, as with tf.distribute.MirroredStrategy."
     )
 
 
@@ -64,8 +64,9 @@ def bad_option(argument: str, value: Any, choices: tuple[str, ...]) -> ValueErro
 
 def only_for_replicas(argument: str) -> ValueError:
     return ValueError(
-        f"{argument} says what replicas keep apart, and there is one replica here. With micro_batches=, moving statistics are "
-        "those of the whole batch, and dropout masks differ between micro-batches, as between rows of one batch."
+        f"{argument} says what replicas keep apart, and there is one replica here. With micro_batches=, moving "
+        "statistics are those of the whole batch, and dropout masks differ between micro-batches, as between rows of "
+        "one batch."
     )
 
 
@@ -105,10 +106,10 @@ def variable_of_other_strategy(name: str, owner: Any, mine: Any, what: str) -> R
 def varying_write(variable: str, function: str | None, operation: str, where: str) -> RuntimeError:
     place = f"In replica function {function!r}, the" if function else "The"
     return RuntimeError(
-        f"{place} replicas would write different values to variable {variable!r} ({operation}{where}), which has one value "
-        "for all of them. Reduce the value first (tf.distribute.get_replica_context().all_reduce), or give the variable an "
-        "aggregation (tf.Variable(..., aggregation=tf.VariableAggregation.MEAN)), or synchronization=ON_READ to keep one "
-        "value per replica."
+        f"{place} replicas would write different values to variable {variable!r} ({operation}{where}), which has one "
+        "value for all of them. Reduce the value first (tf.distribute.get_replica_context().all_reduce), or give the "
+        "variable an aggregation (tf.Variable(..., aggregation=tf.VariableAggregation.MEAN)), or "
+        "synchronization=ON_READ to keep one value per replica."
     )
 
 
@@ -160,17 +161,18 @@ _COLLECTIVE_KINDS = {
 
 def collective_in_branch(kind: str, function: str, reason: str) -> RuntimeError:
     return RuntimeError(
-        f"Replica function {function!r} has {_COLLECTIVE_KINDS[kind]} inside a tf.cond or tf.while_loop, and it cannot be "
-        f"taken out: {reason}. Replicas meet at a collective, so it must not depend on how the branch goes. Compute its "
-        "input before the branch, or move the collective (often optimizer.apply_gradients) out of it."
+        f"Replica function {function!r} has {_COLLECTIVE_KINDS[kind]} inside a tf.cond or tf.while_loop, and it cannot "
+        f"be taken out: {reason}. Replicas meet at a collective, so it must not depend on how the branch goes. Compute "
+        "its input before the branch, or move the collective (often optimizer.apply_gradients) out of it."
     )
 
 
 def collective_under_varying_condition(function: str, where: str) -> RuntimeError:
     return RuntimeError(
         f"In replica function {function!r}, a collective (an all-reduce, often optimizer.apply_gradients) stands under a "
-        f"condition that may differ between replicas{where}. Replicas meet at a collective, so all must get there or none. "
-        "Make the condition the same for all replicas (all_reduce it first), or move the collective out of the branch."
+        f"condition that may differ between replicas{where}. Replicas meet at a collective, so all must get there or "
+        "none. Make the condition the same for all replicas (all_reduce it first), or move the collective out of the "
+        "branch."
     )
 
 
@@ -185,16 +187,16 @@ def collective_in_function(kind: str, function: str, nested: str) -> RuntimeErro
 def became_local_too_late(variable: str, function: str) -> RuntimeError:
     return RuntimeError(
         f"While replica function {function!r} was traced, its replicas turned out to assign different values to variable "
-        f"{variable!r}, so it got a value per replica; but earlier in the same tf.function it was assigned, or read in the "
-        "same loop, as one value for all. Nothing has run yet: call the tf.function again, and it is traced with a value "
-        "per replica from the start."
+        f"{variable!r}, so it got a value per replica; but earlier in the same tf.function it was assigned, or read in "
+        "the same loop, as one value for all. Nothing has run yet: call the tf.function again, and it is traced with a "
+        "value per replica from the start."
     )
 
 
 def initial_value_in_trace(function: str, reason: str) -> RuntimeError:
     return RuntimeError(
-        f"Replica function {function!r} creates a variable whose initial value cannot be computed outside it: {reason}. A "
-        "variable is made once for all replicas, before they run: give it a Python or numpy value, or a callable."
+        f"Replica function {function!r} creates a variable whose initial value cannot be computed outside it: {reason}. "
+        "A variable is made once for all replicas, before they run: give it a Python or numpy value, or a callable."
     )
 
 
@@ -298,94 +300,97 @@ def weight_too_late(function: str) -> RuntimeError:
 def weight_for_replicas() -> RuntimeError:
     return RuntimeError(
         "microstrat.set_weight was called in a replica function of several replicas without micro-batches. It weighs "
-        "micro-batches of one replica (microstrat.scope(micro_batches=n)). Between replicas the code itself scales its loss: "
-        "divide the sum by the weight of all, tf.distribute.get_replica_context().all_reduce('SUM', weight)."
+        "micro-batches of one replica (microstrat.scope(micro_batches=n)). Between replicas the code itself scales its "
+        "loss: divide the sum by the weight of all, tf.distribute.get_replica_context().all_reduce('SUM', weight)."
     )
 
 
 def gradient_of_inner_mean(function: str) -> str:
     return (
-        f"Replica function {function!r} takes the gradient of a single number by tensors of the micro-batch. The number is "
-        "taken to be a mean over rows, as loss_reduction='mean' declares, so the gradient is that of the whole batch's mean. "
-        "If it is a sum (of a critic's outputs, in a gradient penalty), take the gradient of the tensor before the sum: it "
-        "is the same, and needs no such guess."
+        f"Replica function {function!r} takes the gradient of a single number by tensors of the micro-batch. The number "
+        "is taken to be a mean over rows, as loss_reduction='mean' declares, so the gradient is that of the whole "
+        "batch's mean. If it is a sum (of a critic's outputs, in a gradient penalty), take the gradient of the tensor "
+        "before the sum: it is the same, and needs no such guess."
     )
 
 
 def cannot_combine(variable: str, dtype: str, function: str) -> RuntimeError:
     return RuntimeError(
-        f"Replica function {function!r} assigns a value that depends on the micro-batch to variable {variable!r} ({dtype}), in a "
-        "way that cannot be put together to what the whole batch would assign. Sums (v.assign(v + x)), running maxima and "
-        "minima, and averages can. Assign one of those, or what does not depend on the micro-batch."
+        f"Replica function {function!r} assigns a value that depends on the micro-batch to variable {variable!r} "
+        f"({dtype}), in a way that cannot be put together to what the whole batch would assign. Sums (v.assign(v + x)), "
+        "running maxima and minima, and averages can. Assign one of those, or what does not depend on the micro-batch."
     )
 
 
 def rows_assigned(variable: str, shape: Any, function: str) -> RuntimeError:
     return RuntimeError(
-        f"Replica function {function!r} assigns a value for each row (shape {shape}) to variable {variable!r}. A micro-batch has "
-        "some of the batch's rows only, so state that is kept by row (a stateful RNN's) cannot be cut into micro-batches."
+        f"Replica function {function!r} assigns a value for each row (shape {shape}) to variable {variable!r}. A "
+        "micro-batch has some of the batch's rows only, so state that is kept by row (a stateful RNN's) cannot be cut "
+        "into micro-batches."
     )
 
 
 def mean_assigned(variable: str, function: str) -> str:
     return (
         f"Replica function {function!r} assigns variable {variable!r} a value that depends on the micro-batch. The whole "
-        "batch's is taken to be the mean over micro-batches, weighted by rows: right for means and moving averages. If it "
-        "is a sum (a running total), make the variable with aggregation=tf.VariableAggregation.SUM; MEAN silences this."
+        "batch's is taken to be the mean over micro-batches, weighted by rows: right for means and moving averages. If "
+        "it is a sum (a running total), make the variable with aggregation=tf.VariableAggregation.SUM; MEAN silences "
+        "this."
     )
 
 
 def sum_assigned(variable: str, function: str) -> str:
     return (
-        f"Replica function {function!r} assigns integer variable {variable!r} a value that depends on the micro-batch. The "
-        "whole batch's is taken to be the sum over micro-batches: right for counts. Make the variable with "
+        f"Replica function {function!r} assigns integer variable {variable!r} a value that depends on the micro-batch. "
+        "The whole batch's is taken to be the sum over micro-batches: right for counts. Make the variable with "
         "aggregation=tf.VariableAggregation.SUM if so; this silences the warning."
     )
 
 
 def reduce_of_rows(function: str, shape: Any) -> ValueError:
     return ValueError(
-        f"Replica function {function!r} all-reduces a tensor whose size depends on the micro-batch (shape {shape}). With one "
-        "replica there is nothing to add it to, and rows of different micro-batches must not be added. Reduce it over its "
-        "rows first (tf.reduce_sum(x, axis=0)), or gather them (all_gather)."
+        f"Replica function {function!r} all-reduces a tensor whose size depends on the micro-batch (shape {shape}). "
+        "With one replica there is nothing to add it to, and rows of different micro-batches must not be added. Reduce "
+        "it over its rows first (tf.reduce_sum(x, axis=0)), or gather them (all_gather)."
     )
 
 
 def gather_not_rows(function: str, axis: int) -> ValueError:
     return ValueError(
-        f"Replica function {function!r} gathers along axis {axis}. With one replica a gather gives back the whole batch, and "
-        "micro-batches are parts of it along axis 0 only."
+        f"Replica function {function!r} gathers along axis {axis}. With one replica a gather gives back the whole "
+        "batch, and micro-batches are parts of it along axis 0 only."
     )
 
 
 def which_is_the_batch(shapes: list[Any], number: int) -> ValueError:
     return ValueError(
-        f"strategy.run got tensors with different numbers of rows ({', '.join(str(shape) for shape in shapes)}), so it cannot "
-        f"tell which of them are the batch to cut into {number} micro-batches. Take the batch from "
+        f"strategy.run got tensors with different numbers of rows ({', '.join(str(shape) for shape in shapes)}), so it "
+        f"cannot tell which of them are the batch to cut into {number} micro-batches. Take the batch from "
         "strategy.experimental_distribute_dataset(dataset): then that is cut, and all else is given whole."
     )
 
 
 def not_a_batch(value: Any) -> ValueError:
     return ValueError(
-        f"strategy.run got {value!r}, one value for each micro-batch, outside any tf.function, where batches are not cut. "
-        "Reduce it first, or call strategy.run in a tf.function."
+        f"strategy.run got {value!r}, one value for each micro-batch, outside any tf.function, where batches are not "
+        "cut. Reduce it first, or call strategy.run in a tf.function."
     )
 
 
 def eager_batch_whole(function: str) -> str:
     return (
-        f"strategy.run({function}) was called outside any tf.function, so the batch is not cut: it runs as one, and needs the "
-        "memory of the full batch. Good for debugging; decorate the function that calls strategy.run with @tf.function "
-        "(or don't compile with run_eagerly=True) to save memory."
+        f"strategy.run({function}) was called outside any tf.function, so the batch is not cut: it runs as one, and "
+        "needs the memory of the full batch. Good for debugging; decorate the function that calls strategy.run with "
+        "@tf.function (or don't compile with run_eagerly=True) to save memory."
     )
 
 
 def varying_write_of_micro_batches(variable: str, function: str, operation: str, where: str) -> RuntimeError:
     return RuntimeError(
-        f"In replica function {function!r}, variable {variable!r} is written in a way that depends on the micro-batch and "
-        f"cannot be put together to one write for the whole batch ({operation}{where}): under a condition that differs "
-        "between micro-batches, inside a loop, or by scattering. Use assign, assign_add or assign_sub outside of branches."
+        f"In replica function {function!r}, variable {variable!r} is written in a way that depends on the micro-batch "
+        f"and cannot be put together to one write for the whole batch ({operation}{where}): under a condition that "
+        "differs between micro-batches, inside a loop, or by scattering. Use assign, assign_add or assign_sub outside "
+        "of branches."
     )
 
 
@@ -398,16 +403,17 @@ def uneven_batch(rows: int, num_replicas: int) -> str:
     parts += f", {empty} with none, which do not run" if empty else ""
     return (
         f"A batch of {rows} rows does not divide evenly over {num_replicas} replicas: {parts}. As under "
-        "tf.distribute.MirroredStrategy, a mean over replicas counts every replica alike, so the rows of a short one weigh "
-        "more (up to as many times as it has fewer rows), in the gradients of `fit` too. For the numbers of the full batch "
-        "use microstrat.scope(micro_batches=n), or leave such batches out with drop_remainder=True."
+        "tf.distribute.MirroredStrategy, a mean over replicas counts every replica alike, so the rows of a short one "
+        "weigh more (up to as many times as it has fewer rows), in the gradients of `fit` too. For the numbers of the "
+        "full batch use microstrat.scope(micro_batches=n), or leave such batches out with drop_remainder=True."
     )
 
 
 def unscaled_loss(loss: str, function: str, num_replicas: int) -> str:
     return (
-        f"Keras loss {loss!r} was called in replica function {function!r} and is one mean for the replica's rows, which is not "
-        f"divided by the number of replicas. Gradients are summed over {num_replicas} replicas, so they come out "
+        f"Keras loss {loss!r} was called in replica function {function!r} and is one mean for the replica's rows, which "
+        f"is not divided by the number of replicas. Gradients are summed over {num_replicas} replicas, so they come out "
         f"{num_replicas} times too large. Give the loss a value for each row, or divide it by "
-        "strategy.num_replicas_in_sync; or, if the code was written for one device, use microstrat.scope(micro_batches=n)."
+        "strategy.num_replicas_in_sync; or, if the code was written for one device, use "
+        "microstrat.scope(micro_batches=n)."
     )

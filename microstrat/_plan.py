@@ -268,7 +268,8 @@ def _pull_early(
     later_readers: dict[int, int] = {}
     for index in order:
         for source in set(nodes[index].inputs):
-            later_readers[source] = later_readers.get(source, 0) + (stage[index] > stage[source])
+            at = stage[index] - 1 if nodes[index].collective else stage[index]
+            later_readers[source] = later_readers.get(source, 0) + (at > stage[source])
     for index in order:
         node = nodes[index]
         if not varying[index] or not node.pure or node.argument or node.hub or index in copyable:

@@ -46,6 +46,7 @@ from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import tensor_conversion_registry as _conversion
 from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
+from tensorflow.python.ops import random_ops_util as _random_ops_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops
 from tensorflow.python.ops import variable_scope as _variable_scope
@@ -130,12 +131,12 @@ def convert_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     return _autograph.tf_convert(fn, _ag_ctx.control_status_ctx())
 
 
-_patches: dict[tuple[type, str], int] = {}
+_patches: dict[tuple[Any, str], int] = {}
 _patches_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _patched(cls: type, name: str, replacement: Any, stock: Any) -> Iterator[None]:
+def _patched(cls: Any, name: str, replacement: Any, stock: Any) -> Iterator[None]:
     """Replaces a method as long as some thread is in here."""
     key = (cls, name)
     with _patches_lock:
@@ -215,9 +216,13 @@ class StatelessDraw:
     other_inputs: tuple[tf.Tensor, ...]
 
     def key_for(self, turn: Any, turns: int) -> tf.Tensor:
-        """Another key for every turn but the first, which keeps this one."""
-        keys = tf.constant([turn * 0x9E3779B9 % self.key.dtype.max for turn in range(turns)], self.key.dtype)
-        return tf.bitwise.bitwise_xor(self.key, keys[turn])
+        return key_for(self.key, turn, turns)
+
+
+def key_for(key: tf.Tensor, turn: Any, turns: int) -> tf.Tensor:
+    """Another key (or seed) for every turn but the first, which keeps this one."""
+    keys = tf.constant([index * 0x9E3779B9 % key.dtype.max for index in range(turns)], key.dtype)
+    return tf.bitwise.bitwise_xor(key, keys[turn])
 
 
 def _attribute(value: Any) -> Any:
@@ -237,28 +242,17 @@ _DRAWS_THAT_ONLY_MAKE_KEYS = (
 
 @contextlib.contextmanager
 def hooked_operations(hook: Callable[[StatelessDraw], tf.Tensor | None]) -> Iterator[None]:
-    """Lets `hook` give another key to every stateless random draw made on this thread.
+    """Lets `hook` give another key to every stateless random draw that this thread puts in a graph.
 
     Op callbacks are TensorFlow's debugging interface; no public function sees the draws that layers make.
     """
 
     def callback(
-        op_type: str | bytes, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
+        op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
     ) -> Any:
         del op_name, graph
-        if isinstance(op_type, bytes):  # outside graphs
-            op_type = op_type.decode()
-        # (Outside graphs, TensorFlow does not keep callbacks from seeing the operations of callbacks.)
-        inside = getattr(_hooks, "drawing", False)
-        if inside or not op_type.startswith("Stateless") or op_type in _DRAWS_THAT_ONLY_MAKE_KEYS:
+        if tf.executing_eagerly() or not op_type.startswith("Stateless") or op_type in _DRAWS_THAT_ONLY_MAKE_KEYS:
             return outputs
-        _hooks.drawing = True
-        try:
-            return draw_again(op_type, inputs, attrs, outputs)
-        finally:
-            _hooks.drawing = False
-
-    def draw_again(op_type: str, inputs: Any, attrs: Any, outputs: Any) -> Any:
         op_def: Any = _op_def_registry.get(op_type)
         names = [argument.name for argument in op_def.input_arg]
         at = next((names.index(name) for name in ("key", "seed") if name in names), None)
@@ -284,6 +278,31 @@ def hooked_operations(hook: Callable[[StatelessDraw], tf.Tensor | None]) -> Iter
         yield
     finally:
         _op_callbacks.remove_op_callback(callback)
+
+
+_stock_keys = _random_ops_util._get_key_counter
+
+
+def _get_key_counter(seed: Any, alg: Any) -> Any:
+    key, counter = _stock_keys(seed, alg)
+    hooks = getattr(_hooks, "keys", None)
+    return (hooks[-1](key), counter) if hooks else (key, counter)
+
+
+@contextlib.contextmanager
+def hooked_keys(hook: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """Lets `hook` change the key of every stateless random draw made on this thread outside graphs.
+
+    There, TensorFlow does not let a callback replace what an operation gave.
+    """
+    if not hasattr(_hooks, "keys"):
+        _hooks.keys = []
+    _hooks.keys.append(hook)
+    try:
+        with _patched(_random_ops_util, "_get_key_counter", _get_key_counter, _stock_keys):
+            yield
+    finally:
+        _hooks.keys.pop()
 
 
 def is_compiled_by_xla(function: Any) -> bool:

@@ -93,7 +93,8 @@ def _trace_once(
         if tracing.around is None:
             _follow_replica_0(tracing)
     _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
-    _see_through_wrappers(graph, leaves)
+    leaves = tuple(_unwrapped(leaf) for leaf in leaves)
+    _see_through_wrappers(graph)
     if tracing.lifted:
         for op in graph.get_operations():
             if op.type in _kinds.BRANCHES and any(tensor.op in tracing.collectives for tensor in op.inputs):
@@ -147,7 +148,13 @@ def _is_composite(value: Any) -> bool:
     return isinstance(value, _tf.CompositeTensor)
 
 
-def _see_through_wrappers(graph: Any, leaves: tuple[Any, ...]) -> None:
+def _unwrapped(value: Any) -> Any:
+    while isinstance(value, tf.Tensor) and hasattr(value, "graph") and value.op.type == "IdentityN":
+        value = value.op.inputs[value.value_index]
+    return value
+
+
+def _see_through_wrappers(graph: Any) -> None:
     """Makes readers of an IdentityN, and of the handles that leave a loop, read what went in.
 
     tf.custom_gradient wraps a function's results together with its arguments in one IdentityN. As one operation it would
@@ -156,8 +163,7 @@ def _see_through_wrappers(graph: Any, leaves: tuple[Any, ...]) -> None:
     for op in graph.get_operations():
         if op.type == "IdentityN":
             for source, output in zip(op.inputs, op.outputs, strict=True):
-                if not any(leaf is output for leaf in leaves):
-                    _tf.replace_tensor(output, source)
+                _tf.replace_tensor(output, source)
         elif op.type in _kinds.LOOPS:
             # A loop hands the resources it uses through; a handle is no value to keep for every replica.
             for source, output in zip(op.inputs, op.outputs, strict=True):

@@ -111,7 +111,8 @@ class WholeBatch(_context.Tracing):
     def weights_of_turns(self) -> tf.Tensor | None:
         if self.turns.most == 1:
             return None
-        return tf.cast(self.turns.rows_of_turn(tf.range(self.turns.most)), tf.float64)
+        rows = tf.cast(self.turns.rows_of_turn(tf.range(self.turns.most)), tf.float64)
+        return tf.maximum(rows, tf.one_hot(0, self.turns.most, dtype=tf.float64))  # a batch without rows is one part
 
     def concatenated(self, flat: tf.Tensor, lengths: tf.Tensor) -> _values.PerReplica:
         return _values.ConcatenatedRows(self.turns.most, flat, lengths)
@@ -149,7 +150,7 @@ class WholeBatch(_context.Tracing):
         return _add([*uniform, total])
 
     def _terms(self, value: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The terms of a sum: those that all micro-batches have in common (a regularizer's), which count once; the others."""
+        """The terms of a sum: those that all micro-batches have in common (a regularizer's), and the others."""
         if not self.varies(value):
             return [value], []
         op = _see_through(value).op

@@ -6,11 +6,13 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import microstrat
 
 
+@pytest.mark.filterwarnings("ignore:A batch of 13 rows")
 def test_the_mean_of_integers_is_float64_whether_or_not_they_differ() -> None:
     strategy = microstrat.MicroBatchStrategy(3)
     for rows, mean in ((12, 4.0), (13, 13 / 3)):

@@ -1,0 +1,419 @@
+"""Whole-batch semantics where the plain full batch can't be run beside it, and what must be refused. Values by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import microstrat
+from microstrat import _lower
+
+ROWS = tf.constant([[1.0], [2.0], [5.0], [3.0], [4.0]])
+"""With 4 micro-batches: [1, 2], [5, 3], [4]."""
+
+
+def strategy(number: int = 4, **options: Any) -> microstrat.MicroBatchStrategy:
+    return microstrat.MicroBatchStrategy(number, semantics="whole_batch", **options)
+
+
+def run(ours: microstrat.MicroBatchStrategy, fn: Callable[..., Any], *args: Any) -> Any:
+    return tf.function(lambda *values: ours.run(fn, args=values))(*args)
+
+
+def listed(ours: microstrat.MicroBatchStrategy, value: Any) -> list[Any]:
+    return [part.numpy().tolist() for part in ours.experimental_local_results(value)]
+
+
+# --- Cutting ----------------------------------------------------------------------------------------------------------
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("rows", "number", "parts"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (5, 4, [2, 2, 1]),
+        (3, 4, [1, 1, 1]),
+        (1, 4, [1]),
+        (9, 8, [2, 2, 2, 2, 1]),
+        (7, 1, [7]),
+        (0, 3, [0]),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False], ids=["static", "dynamic"])
+def test_parts_of_a_batch(rows: int, number: int, parts: list[int], known: bool) -> None:
+    ours = strategy(number)
+    signature = [tf.TensorSpec([rows if known else None, 2])]
+    step = tf.function(lambda x: ours.run(lambda part: tf.shape(part)[0], args=(x,)), input_signature=signature)
+    sizes = step(tf.zeros([rows, 2]))
+    assert listed(ours, sizes) == parts
+    assert ours.reduce("SUM", sizes, axis=None).numpy() == rows
+
+
+def test_only_the_batch_of_a_dataset_is_cut() -> None:
+    ours = strategy(2)
+    batch = next(iter(ours.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(4))))
+    part, whole = run(ours, lambda x, table: (tf.size(x), tf.size(table)), batch, tf.zeros([7]))
+    assert listed(ours, part) == [2, 2]
+    assert whole.numpy() == 7
+
+
+def test_tensors_of_equal_length_are_the_batch() -> None:
+    ours = strategy(2)
+    sizes, scalar = run(
+        ours, lambda x, y, z: (tf.size(x) + tf.size(y), z), tf.zeros([4]), tf.zeros([4, 3]), tf.constant(2)
+    )
+    assert listed(ours, sizes) == [8, 8]
+    assert scalar.numpy() == 2
+
+
+def test_tensors_of_different_length_are_ambiguous() -> None:
+    with pytest.raises(ValueError, match=r"different numbers of rows .*experimental_distribute_dataset"):
+        run(strategy(), lambda x, y: x, tf.zeros([4]), tf.zeros([3]))
+
+
+def test_tensors_of_unknown_length_are_checked_when_they_come() -> None:
+    ours, anything = strategy(2), tf.TensorSpec([None])
+    step = tf.function(lambda *v: ours.run(lambda x, y: tf.size(x), args=v), input_signature=[anything, anything])
+    assert listed(ours, step(tf.zeros([4]), tf.zeros([4]))) == [2, 2]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different numbers of rows"):
+        step(tf.zeros([4]), tf.zeros([3]))
+
+
+def test_outside_a_function_the_batch_is_whole() -> None:
+    ours = strategy()
+    with pytest.warns(UserWarning, match=r"outside any tf\.function, so the batch is not cut"):
+        assert ours.run(lambda x: int(tf.size(x).numpy()), args=(ROWS,)) == 5
+
+
+def test_there_is_one_replica() -> None:
+    ours = strategy()
+    assert ours.num_replicas_in_sync == 1
+    context = run(ours, lambda x: tf.distribute.get_replica_context().replica_id_in_sync_group, ROWS)
+    assert context.numpy() == 0
+    assert "4 micro-batches" in repr(ours)
+    assert strategy(3, replicas=2).num_replicas_in_sync == 2
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+@pytest.mark.core
+def test_results() -> None:
+    ours = strategy()
+    mean, rows, shared = run(ours, lambda x: (tf.reduce_mean(x), x * 2, tf.constant(7.0)), ROWS)
+    assert listed(ours, mean) == [1.5, 4.0, 4.0]
+    assert ours.reduce("MEAN", mean, axis=None).numpy() == 3.0
+    assert ours.reduce("SUM", mean, axis=None).numpy() == 9.5
+    assert listed(ours, rows) == [[[2], [4]], [[10], [6]], [[8]]]
+    np.testing.assert_array_equal(ours.gather(rows, 0), ROWS * 2)
+    np.testing.assert_array_equal(ours.reduce("MEAN", rows, axis=None), ROWS * 2)
+    np.testing.assert_array_equal(ours.reduce("SUM", rows, axis=0), [30.0])
+    np.testing.assert_array_equal(ours.reduce("MEAN", rows, axis=0), [6.0])
+    assert shared.numpy() == 7.0
+
+
+def test_results_go_into_run_again() -> None:
+    ours = strategy()
+    mean, rows = run(ours, lambda x: (tf.reduce_mean(x), x * 2), ROWS)
+    doubled, total = run(ours, lambda m, r: (m * 2, tf.reduce_sum(r)), mean, rows)
+    assert ours.reduce("MEAN", doubled, axis=None).numpy() == 6.0
+    assert ours.reduce("SUM", total, axis=None).numpy() == 30.0
+
+
+# --- State ------------------------------------------------------------------------------------------------------------
+def variable(ours: microstrat.MicroBatchStrategy, value: Any, aggregation: str = "NONE", **options: Any) -> tf.Variable:
+    with ours.scope():
+        return tf.Variable(
+            value, trainable=False, aggregation=getattr(tf.VariableAggregation, aggregation), name="state", **options
+        )
+
+
+def test_what_does_not_depend_on_the_micro_batch_happens_once() -> None:
+    ours = strategy()
+    counter, seen = variable(ours, 0), variable(ours, 0)
+
+    def step(x: tf.Tensor) -> Any:
+        before = counter.read_value()
+        counter.assign_add(1)
+        seen.assign_add(tf.shape(x)[0])
+        return before, counter.read_value(), seen.read_value(), tf.random.uniform([])
+
+    before, after, total, draw = run(ours, step, ROWS)
+    assert (before.numpy(), after.numpy(), total.numpy()) == (0, 1, 5)
+    assert (counter.numpy(), seen.numpy()) == (1, 5)
+    assert draw.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "assign", "expected"),
+    [
+        ("SUM", lambda v, x: v.assign_add(tf.reduce_sum(x)), 10.0 + 15.0),
+        ("SUM", lambda v, x: v.assign(v + tf.reduce_sum(x)), 10.0 + 15.0),
+        ("SUM", lambda v, x: v.assign(0.5 * v + tf.reduce_sum(x)), 5.0 + 15.0),
+        ("SUM", lambda v, x: v.assign(tf.reduce_sum(x)), 15.0),
+        ("SUM", lambda v, x: v.assign(tf.maximum(v, 4 * tf.reduce_max(x))), 20.0),
+        ("SUM", lambda v, x: v.assign(tf.minimum(v, tf.reduce_min(x))), 1.0),
+        ("MEAN", lambda v, x: v.assign(tf.reduce_mean(x)), 3.0),
+        ("MEAN", lambda v, x: v.assign(0.5 * v + 0.5 * tf.reduce_mean(x)), 6.5),
+        ("MEAN", lambda v, x: v.assign_sub(tf.reduce_mean(x)), 7.0),
+    ],
+)
+@pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
+def test_assignments_of_what_depends_on_it(
+    aggregation: str, assign: Any, expected: float, synchronization: str
+) -> None:
+    ours = strategy()
+    state = variable(ours, 10.0, aggregation, synchronization=getattr(tf.VariableSynchronization, synchronization))
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        assign(state, x)
+        return tf.convert_to_tensor(state)
+
+    assert run(ours, step, ROWS).numpy() == pytest.approx(expected)
+    assert float(tf.convert_to_tensor(state)) == pytest.approx(expected)
+
+
+def test_the_mean_of_a_plain_variable_is_announced_once() -> None:
+    ours = strategy()
+    state = variable(ours, 0.0)
+    with pytest.warns(
+        UserWarning, match=r"variable 'state:0' .* mean over micro-batches.*SUM; MEAN silences"
+    ) as caught:
+        for _ in range(2):
+            run(ours, lambda x: state.assign(0.5 * state + tf.reduce_mean(x)), ROWS)
+    assert len(caught) == 1
+    assert state.numpy() == pytest.approx(4.5)
+
+
+@pytest.mark.parametrize(
+    ("initial", "assign", "message"),
+    [
+        (False, lambda v, x: v.assign(tf.reduce_any(x > 3)), r"variable 'state:0' \(bool\)"),
+        (1.0, lambda v, x: v.assign(v * tf.reduce_sum(x)), r"variable 'state:0' \(float32\).*Sums"),
+        ([0.0] * 5, lambda v, x: v.assign(x[:, 0]), r"a value for each row .* to variable 'state:0'"),
+        (0.0, lambda v, x: tf.cond(x[0, 0] > 3, lambda: v.assign_add(1.0), lambda: v + 0.0), "condition that differs"),
+    ],
+)
+def test_assignments_that_cannot_be_put_together(initial: Any, assign: Any, message: str) -> None:
+    ours = strategy()
+    state = variable(ours, initial, "SUM")
+
+    def step(x: tf.Tensor) -> None:
+        assign(state, x)
+
+    with pytest.raises(RuntimeError, match=message):
+        run(ours, step, ROWS)
+
+
+def test_draws_differ_between_micro_batches_and_advance_once() -> None:
+    def draws() -> tuple[np.ndarray, np.ndarray, int]:
+        keras.utils.set_random_seed(3)
+        ours = strategy(2)
+        with ours.scope():
+            seeds = keras.random.SeedGenerator(5)
+        rows, weights = run(
+            ours,
+            lambda x: (keras.random.uniform(tf.shape(x), seed=seeds), keras.random.normal((3,), seed=seeds)),
+            ROWS[:4],
+        )
+        return ours.gather(rows, 0).numpy(), weights.numpy(), int(np.asarray(seeds.state)[1])
+
+    rows, weights, advanced = draws()
+    assert len(set(rows.ravel().tolist())) == 4
+    assert weights.shape == (3,)  # noise that has no rows in it is the whole batch's
+    assert advanced == 2
+    again = draws()
+    np.testing.assert_array_equal(rows, again[0])
+    np.testing.assert_array_equal(weights, again[1])
+
+
+def test_random_generators_go_on() -> None:
+    ours = strategy(2)
+    with ours.scope():
+        generator = tf.random.Generator.from_seed(3)
+    rows = run(ours, lambda x: generator.uniform(tf.shape(x)), ROWS[:4])
+    assert len(set(np.ravel(ours.gather(rows, 0)).tolist())) == 4
+
+
+@pytest.mark.parametrize("number", [2, 4, 5])
+def test_batch_normalization_moves_by_the_statistics_of_the_whole_batch(number: int) -> None:
+    ours = strategy(number)
+    x = np.random.default_rng(0).normal(3.0, 2.0, (13, 3)).astype("float32")
+    with ours.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.75)
+        layer.build(x.shape)
+    for _ in range(2):  # called twice a step, as on real and generated images
+        run(ours, lambda x: (layer(x, training=True), layer(2 * x, training=True)), x)
+    mean, variance = np.zeros(3), np.ones(3)
+    for factor in (1, 2, 1, 2):
+        mean = 0.75 * mean + 0.25 * factor * x.mean(0)
+        variance = 0.75 * variance + 0.25 * factor**2 * x.var(0)
+    np.testing.assert_allclose(layer.moving_mean, mean, rtol=2e-6)
+    np.testing.assert_allclose(layer.moving_variance, variance, rtol=2e-6)
+
+
+# --- Weights ----------------------------------------------------------------------------------------------------------
+TOKENS = tf.constant([[1, 2, 3], [4, 0, 0], [5, 6, 0], [7, 0, 0]])
+
+
+def token_gradient(number: int, weigh: bool) -> tuple[float, float]:
+    ours = strategy(number)
+    with ours.scope():
+        weight = tf.Variable(2.0)
+
+    def step(tokens: tf.Tensor) -> Any:
+        mask = tf.cast(tokens != 0, tf.float32)
+        if weigh:
+            microstrat.set_weight(tf.reduce_sum(mask))
+        with tf.GradientTape() as tape:
+            values = tf.square(weight * tf.cast(tokens, tf.float32))
+            loss = tf.reduce_sum(mask * values) / tf.reduce_sum(mask)
+        return loss, tape.gradient(loss, weight)
+
+    loss, gradient = run(ours, step, TOKENS)
+    return float(ours.reduce("MEAN", loss, axis=None)), float(gradient)
+
+
+@pytest.mark.core
+def test_a_loss_divided_by_tokens_needs_their_number() -> None:
+    squares = sum(value**2 for value in (1, 2, 3, 4, 5, 6, 7))
+    whole = (2.0**2 * squares / 7, 2 * 2.0 * squares / 7)
+    assert token_gradient(1, weigh=False) == pytest.approx(whole)
+    assert token_gradient(2, weigh=True) == pytest.approx(whole)
+    assert token_gradient(4, weigh=True) == pytest.approx(whole)
+    loss, gradient = token_gradient(2, weigh=False)
+    assert abs(loss / whole[0] - 1) > 0.02
+    assert abs(gradient / whole[1] - 1) > 0.02
+
+
+def test_set_weight_is_refused_where_it_cannot_work() -> None:
+    def late(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(x * weight)
+        tape.gradient(loss, weight)
+        microstrat.set_weight(tf.reduce_sum(x))
+
+    ours = strategy()
+    with ours.scope():
+        weight = tf.Variable(1.0)
+    with pytest.raises(RuntimeError, match=r"'late' calls microstrat\.set_weight after"):
+        run(ours, late, ROWS)
+    with pytest.raises(ValueError, match="takes one number"):
+        run(ours, lambda x: microstrat.set_weight(x), ROWS)
+    with pytest.raises(RuntimeError, match="Between replicas the code itself"):
+        run(microstrat.MicroBatchStrategy(2), lambda: microstrat.set_weight(1.0))
+    microstrat.set_weight(3.0)  # on one device the batch is whole
+
+
+# --- Gradients --------------------------------------------------------------------------------------------------------
+def test_the_gradient_of_a_value_for_each_row_is_that_of_their_sum() -> None:
+    ours = strategy()
+    with ours.scope():
+        weight = tf.Variable(1.0)
+
+    def step(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            losses = x[:, 0] * weight
+        return tape.gradient(losses, weight)
+
+    assert run(ours, step, ROWS).numpy() == 15.0
+
+
+def test_gradients_by_tensors_of_a_mean_are_announced() -> None:
+    def step(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_mean(x * x)
+        return tape.gradient(loss, x)
+
+    ours = strategy()
+    with pytest.warns(UserWarning, match="gradient of a single number by tensors of the micro-batch"):
+        np.testing.assert_allclose(ours.gather(run(ours, step, ROWS), 0), 2 * ROWS / 5)
+
+
+def test_manual_steps_of_gradient_descent() -> None:
+    ours = strategy()
+    with ours.scope():
+        weight = tf.Variable(1.0)
+
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(x * weight)
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+
+    run(ours, step, ROWS)
+    assert weight.numpy() == pytest.approx(0.7)
+
+
+# --- Collectives ------------------------------------------------------------------------------------------------------
+def context() -> Any:
+    return tf.distribute.get_replica_context()
+
+
+def test_collectives_keep_their_meaning_on_the_whole_batch() -> None:
+    def step(x: tf.Tensor) -> Any:
+        return (
+            context().all_reduce("SUM", tf.reduce_sum(x)),
+            context().all_reduce("MEAN", tf.reduce_mean(x)),
+            context().all_gather(x, axis=0),
+            context().merge_call(
+                lambda distribution, value: distribution.reduce("SUM", value, axis=None), (tf.size(x),)
+            ),
+        )
+
+    total, mean, rows, size = run(strategy(), step, ROWS)
+    assert (total.numpy(), mean.numpy(), size.numpy()) == (15.0, 3.0, 5)
+    np.testing.assert_array_equal(rows, ROWS)
+
+
+def test_collectives_without_meaning() -> None:
+    with pytest.raises(ValueError, match=r"all-reduces a tensor whose size depends on the micro-batch"):
+        run(strategy(), lambda x: context().all_reduce("SUM", x), ROWS)
+    with pytest.raises(ValueError, match="gathers along axis 1"):
+        run(strategy(), lambda x: context().all_gather(x, axis=1), ROWS)
+
+
+# --- Options ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "needs micro_batches=n"),
+        ({"micro_batches": 0}, "micro_batches must be a positive int"),
+        ({"micro_batches": 2, "loss_reduction": "max"}, "loss_reduction must be 'mean'"),
+        ({"replicas": 2, "loss_reduction": "sum"}, "loss_reduction is for semantics='whole_batch'"),
+        ({"micro_batches": 2, "dropout_masks": "independent"}, "dropout_masks says what replicas keep apart"),
+        ({"replicas": 2, "batch_norm_statistics": "mean"}, "must be 'per_replica' or 'averaged', not 'mean'"),
+    ],
+)
+def test_arguments_of_scope(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message), microstrat.scope(**arguments):
+        pass
+
+
+# --- Structure --------------------------------------------------------------------------------------------------------
+def masked_step(number: int) -> tuple[int, Any]:
+    """Operations of the graph of a training step whose loss needs a sum over all micro-batches first, and its plan."""
+    ours = strategy(number)
+    with ours.scope():
+        layers = [keras.layers.Embedding(8, 4, mask_zero=True), keras.layers.LSTM(4, return_sequences=True)]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers, keras.layers.Dense(8)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.optimizer.build(model.trainable_variables)
+    step = tf.function(lambda x: ours.run(model.train_step, args=((x, x),)))
+    graph = step.get_concrete_function(tf.TensorSpec([None, 3], tf.int32)).graph
+    return len(graph.get_operations()), _lower.last_plan()
+
+
+def test_graphs_do_not_grow_with_the_micro_batches() -> None:
+    (few, plan), (many, _) = masked_step(2), masked_step(64)
+    assert few == many
+    assert plan.num_loops == 2
+
+
+def test_a_sum_before_the_loss_does_not_keep_the_forward_pass() -> None:
+    """The first loop counts what the mask leaves; the forward pass stands in the second, with the backward pass."""
+    _, plan = masked_step(4)
+    assert len(plan.stages[1].nodes) < 30 < len(plan.stages[3].nodes)
+    assert len(plan.carries) <= 3
