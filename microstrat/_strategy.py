@@ -12,58 +12,68 @@ from microstrat import _errors, _extended, _tf, _whole
 
 
 class MicroBatchStrategy(tf.distribute.Strategy):
-    """A tf.distribute.Strategy whose N replicas are virtual: they run one after another on one device.
+    """A tf.distribute.Strategy that runs a batch in micro-batches, one after another on one device.
 
-    A global batch of B rows runs as N micro-batches of B/N rows. The replicas meet at every all-reduce, and the optimizer
-    steps once. What a program computes is what it computes under `tf.distribute.MirroredStrategy` on N devices; what it
-    needs is the memory of one replica. Inside a tf.function, `run` means this loop:
+    Two semantics, for two kinds of code. What is the same for all micro-batches happens once, around one loop that is
+    traced once for any number of them.
 
-        gradients = 0
-        for r in range(N):                       # one tf.while_loop, traced once for all r
-            replica_id_in_sync_group = r
+    **"whole_batch"**: code for one device. There is one replica (`num_replicas_in_sync` is 1). Its batch of B rows runs as at
+    most n micro-batches of ceil(B / n) rows, and what the program computes is what it computes on the whole batch: losses,
+    gradients, metrics, state. Inside a tf.function, `run` means this loop:
+
+        for r in range(n):                       # one tf.while_loop
             loss[r], g = forward_and_backward(rows[r])
-            gradients += g                       # the all-reduce
+            gradients += g * (rows of r / B)     # the gradient by the model's variables
         optimizer.update(gradients)              # once
 
     Example, a custom training loop:
 
-        strategy = microstrat.MicroBatchStrategy(4)
+        strategy = microstrat.MicroBatchStrategy(4, semantics="whole_batch")
         with strategy.scope():
             model, optimizer = build_model(), keras.optimizers.Adam()
         dataset = strategy.experimental_distribute_dataset(dataset.batch(64))
 
+        def train_step(x, y):                    # as for one device
+            with tf.GradientTape() as tape:
+                loss = loss_fn(y, model(x))      # a mean
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            return loss
+
         @tf.function
-        def train_step(x, y):
-            def step(x, y):                      # sees 16 rows
-                with tf.GradientTape() as tape:
-                    loss = tf.nn.compute_average_loss(loss_fn(y, model(x)), global_batch_size=64)
-                gradients = tape.gradient(loss, model.trainable_variables)
-                optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-                return loss
-            return strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
+        def step(x, y):
+            return strategy.reduce("MEAN", strategy.run(train_step, args=(x, y)), axis=None)
 
-        for x, y in dataset:
-            loss = train_step(x, y)
+    A tensor that is one number for the micro-batch is a mean over its rows (`loss_reduction="mean"`) or a sum ("sum"); one
+    with a value for each row is the micro-batch's part of the whole batch's. From this follows the rest: see
+    `microstrat.set_weight` for losses divided by something else, and the README for state, collectives and what differs.
 
-    Keras needs nothing but the scope: `compile` and `fit` split each batch and scale the loss themselves.
+    **"replicas"**: code for many devices. N replicas exist, the optimizer's all-reduce is a SUM, and the code scales its loss
+    by the global batch size; each variable behaves as `tf.distribute.MirroredStrategy`'s of the same synchronization and
+    aggregation. Replica r of a batch of B rows gets rows r·c … (r+1)·c, c = ceil(B / N); a replica without rows does not run.
 
-    Semantics come from tf.distribute: N replicas exist (`num_replicas_in_sync`), the optimizer's all-reduce is a SUM, and
-    the code scales its loss by the global batch size. Each variable behaves as MirroredStrategy's of the same
-    synchronization and aggregation does; see the table in the README. Replica r of a batch of B rows gets rows r·c …
-    (r+1)·c, c = ceil(B / N), so the last replicas of a short batch get fewer rows, or none.
+    Keras needs nothing but the scope in either case: `compile` and `fit` are split and scaled by themselves.
 
-    Outside any tf.function, `run` takes the replicas one by one in eager mode: `.numpy()`, prints and a debugger work in
-    the replica function. That is for debugging; it keeps what every replica holds until they meet.
+    Outside any tf.function, `run` is for debugging: `.numpy()`, prints and a debugger work in the replica function.
+    Replicas then run in threads, one at a time; the batch of one replica is not cut.
 
     Args:
-      num_micro_batches: N, the number of virtual replicas; a positive int.
-      semantics: "replicas". ("whole_batch", for code written for one device, is not implemented yet.)
+      num_micro_batches: a positive int: n, or with "replicas" N.
+      semantics: "replicas" or "whole_batch".
+      replicas: with "whole_batch", the number of virtual replicas, each of which cuts its own batch in n. Default: 1.
+      loss_reduction: with "whole_batch", what a number that differs between micro-batches is, over the rows: a "mean" or a
+        "sum". (Keras' own losses are right with either.)
+      batch_norm_statistics: what replicas keep of BatchNormalization's moving statistics: each its own ("per_replica", as
+        MirroredStrategy; outside, replica 0's are seen), or the mean over replicas ("averaged").
+      dropout_masks: whether replicas draw the same random numbers from Keras' seeds ("mirrored", as MirroredStrategy) or each
+        its own ("independent").
       base: a strategy whose real replicas each run N virtual ones; not implemented yet, must be None.
       device: the one device, e.g. "GPU:1". Default: the first GPU if there is one, else the CPU.
 
     Raises:
-      ValueError: if `num_micro_batches` is not a positive int, `semantics` is unknown, or there is no such device.
-      NotImplementedError: for `semantics="whole_batch"` and for `base`.
+      ValueError: if a number is not a positive int, an option is unknown or not for these semantics, or there is no such
+        device.
+      NotImplementedError: for `base`.
     """
 
     def __init__(
@@ -112,18 +122,20 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         kwargs: dict[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Runs `fn` once for each replica, each on its own part of the per-replica arguments.
+        """Runs `fn` once for each replica, or micro-batch, each on its own part of the per-replica arguments.
 
         Args:
           fn: the replica function; plain Python, or a tf.function.
           args: positional arguments; per-replica values (a batch of a distributed dataset) are cut, all else is given whole
-            to every replica. Any nested structure.
+            to every replica. Any nested structure. With whole-batch semantics, and no per-replica value among the arguments,
+            the tensors and arrays of rank 1 and more are the batch; they must have the same number of rows.
           kwargs: keyword arguments, likewise.
           options: ignored, as in MirroredStrategy.
 
         Returns:
-          What `fn` returned, its tensors as per-replica values with N entries (with N = 1, plain tensors). Python values and
-          variables that are the same in all replicas come back as they are.
+          What `fn` returned, its tensors as per-replica values with N entries. Of one replica: plain tensors, and per-replica
+          values with an entry for each micro-batch where those differ. Python values and variables that are the same in all
+          come back as they are.
 
         Raises:
           RuntimeError: under another strategy's scope, inside a replica function, or if the replica function cannot be
@@ -139,7 +151,8 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         Args:
           reduce_op: `tf.distribute.ReduceOp.SUM` or MEAN, or "SUM", "MEAN".
           value: what `run` returned, or a batch.
-          axis: None adds the replicas' values elementwise (for MEAN, divides by N). An int (or tuple) reduces that axis of
+          axis: None adds the values elementwise; MEAN divides by their number, and weights micro-batches by their rows (or
+            `set_weight`). Micro-batches' values with an entry for each row are together one value, the batch's. An int (or tuple) reduces that axis of
             each value too: with axis=0 a MEAN weights every row alike, however unevenly they are spread.
 
         Returns:

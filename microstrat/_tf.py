@@ -247,9 +247,7 @@ def hooked_operations(hook: Callable[[StatelessDraw], tf.Tensor | None]) -> Iter
     Op callbacks are TensorFlow's debugging interface; no public function sees the draws that layers make.
     """
 
-    def callback(
-        op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
-    ) -> Any:
+    def callback(op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None) -> Any:
         del op_name, graph
         if tf.executing_eagerly() or not op_type.startswith("Stateless") or op_type in _DRAWS_THAT_ONLY_MAKE_KEYS:
             return outputs

@@ -418,7 +418,8 @@ def _add(terms: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _see_through(tensor: tf.Tensor) -> tf.Tensor:
-    while tensor.op.type == "Identity":
+    """What a tensor is, past operations that change nothing."""
+    while tensor.op.type == "Identity" or (tensor.op.type == "Sum" and tensor.op.inputs[0].shape.rank == 0):
         tensor = tensor.op.inputs[0]
     return tensor
 
@@ -475,8 +476,10 @@ def set_weight(weight: Any) -> None:
             mask = tf.cast(y != 0, tf.float32)
             microstrat.set_weight(tf.reduce_sum(mask))
             with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(mask * token_losses(y, model(x))) / tf.reduce_sum(mask)
+                loss = tf.math.divide_no_nan(tf.reduce_sum(mask * token_losses(y, model(x))), tf.reduce_sum(mask))
             ...
+
+    (`divide_no_nan`, since a micro-batch may have no token at all: 0/0 would make the whole gradient NaN.)
 
     It also weighs what the function returns, when `strategy.reduce("MEAN", ...)` averages it. Keras' own masked losses
     and `reduction="mean_with_sample_weight"` need no weight: they are taken care of.
