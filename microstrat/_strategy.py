@@ -17,8 +17,8 @@ class MicroBatchStrategy(tf.distribute.Strategy):
     Two semantics, for two kinds of code. What is the same for all micro-batches happens once, around one loop that is
     traced once for any number of them.
 
-    **"whole_batch"**: code for one device. There is one replica (`num_replicas_in_sync` is 1). Its batch of B rows runs as at
-    most n micro-batches of ceil(B / n) rows, and what the program computes is what it computes on the whole batch: losses,
+    **"whole_batch"**: code for one device. There is one replica (`num_replicas_in_sync` is 1). Its batch of B rows runs as
+    at most n micro-batches of ceil(B / n) rows, and what the program computes is what it computes on the whole batch: losses,
     gradients, metrics, state. Inside a tf.function, `run` means this loop:
 
         for r in range(n):                       # one tf.while_loop
@@ -48,9 +48,9 @@ class MicroBatchStrategy(tf.distribute.Strategy):
     with a value for each row is the micro-batch's part of the whole batch's. From this follows the rest: see
     `microstrat.set_weight` for losses divided by something else, and the README for state, collectives and what differs.
 
-    **"replicas"**: code for many devices. N replicas exist, the optimizer's all-reduce is a SUM, and the code scales its loss
-    by the global batch size; each variable behaves as `tf.distribute.MirroredStrategy`'s of the same synchronization and
-    aggregation. Replica r of a batch of B rows gets rows r·c … (r+1)·c, c = ceil(B / N); a replica without rows does not run.
+    **"replicas"**: code for many devices. N replicas exist, the optimizer's all-reduce is a SUM, and the code scales its
+    loss by the global batch size; each variable behaves as `tf.distribute.MirroredStrategy`'s of the same synchronization
+    and aggregation. Replica r of a batch of B rows gets rows r·c … (r+1)·c, c = ceil(B / N); one without rows does not run.
 
     Keras needs nothing but the scope in either case: `compile` and `fit` are split and scaled by themselves.
 
@@ -65,8 +65,8 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         "sum". (Keras' own losses are right with either.)
       batch_norm_statistics: what replicas keep of BatchNormalization's moving statistics: each its own ("per_replica", as
         MirroredStrategy; outside, replica 0's are seen), or the mean over replicas ("averaged").
-      dropout_masks: whether replicas draw the same random numbers from Keras' seeds ("mirrored", as MirroredStrategy) or each
-        its own ("independent").
+      dropout_masks: whether replicas draw the same random numbers from Keras' seeds ("mirrored", as MirroredStrategy) or
+        each its own ("independent").
       base: a strategy whose real replicas each run N virtual ones; not implemented yet, must be None.
       device: the one device, e.g. "GPU:1". Default: the first GPU if there is one, else the CPU.
 
@@ -133,9 +133,9 @@ class MicroBatchStrategy(tf.distribute.Strategy):
           options: ignored, as in MirroredStrategy.
 
         Returns:
-          What `fn` returned, its tensors as per-replica values with N entries. Of one replica: plain tensors, and per-replica
-          values with an entry for each micro-batch where those differ. Python values and variables that are the same in all
-          come back as they are.
+          What `fn` returned, its tensors as per-replica values with N entries. Of one replica: plain tensors, and
+          per-replica values with an entry for each micro-batch where those differ. Python values and variables that are
+          the same in all come back as they are.
 
         Raises:
           RuntimeError: under another strategy's scope, inside a replica function, or if the replica function cannot be
@@ -152,8 +152,9 @@ class MicroBatchStrategy(tf.distribute.Strategy):
           reduce_op: `tf.distribute.ReduceOp.SUM` or MEAN, or "SUM", "MEAN".
           value: what `run` returned, or a batch.
           axis: None adds the values elementwise; MEAN divides by their number, and weights micro-batches by their rows (or
-            `set_weight`). Micro-batches' values with an entry for each row are together one value, the batch's. An int (or tuple) reduces that axis of
-            each value too: with axis=0 a MEAN weights every row alike, however unevenly they are spread.
+            `set_weight`). Micro-batches' values with an entry for each row are together one value, the batch's. An int
+            (or tuple) reduces that axis of each value too: with axis=0 a MEAN weights every row alike, however unevenly
+            they are spread.
 
         Returns:
           A tensor of the values' dtype (integers with MEAN: float64).

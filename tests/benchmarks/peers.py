@@ -241,6 +241,11 @@ def _microstrat(replicas: int) -> tf.distribute.Strategy:
     return microstrat.MicroBatchStrategy(replicas)
 
 
+def _whole(micro_batches: int) -> tf.distribute.Strategy:
+    # The loss of `_Training` is a sum over rows, divided by a constant.
+    return microstrat.MicroBatchStrategy(micro_batches, semantics="whole_batch", loss_reduction="sum")
+
+
 def _mirrored(replicas: int) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy([f"CPU:{replica}" for replica in range(replicas)])
 
@@ -255,6 +260,10 @@ def _logical_cpus(replicas: int) -> None:
 PEERS = {
     "microstrat": Peer(
         "MicroBatchStrategy(N), custom loop", lambda case: _distributed(case, _microstrat(case.replicas))
+    ),
+    "microstrat-whole": Peer(
+        "MicroBatchStrategy(N, semantics='whole_batch'), the same loop",
+        lambda case: _distributed(case, _whole(case.replicas)),
     ),
     "plain-full": Peer("plain TensorFlow, the global batch at once", _plain_full),
     "plain-micro": Peer(
@@ -272,5 +281,8 @@ PEERS = {
         prepare=_logical_cpus,
     ),
     "microstrat-fit": Peer("MicroBatchStrategy(N), Keras fit", lambda case: _fit(case, _microstrat(case.replicas))),
+    "microstrat-whole-fit": Peer(
+        "MicroBatchStrategy(N, semantics='whole_batch'), Keras fit", lambda case: _fit(case, _whole(case.replicas))
+    ),
     "plain-fit": Peer("plain Keras fit, the global batch at once", lambda case: _fit(case, None)),
 }
