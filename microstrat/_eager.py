@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _errors, _tf, _trace, _values
+from microstrat import _arguments, _context, _errors, _tf, _trace, _values
 
 
 class _Abandoned(BaseException):
@@ -237,7 +237,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
     if strategy.num_replicas_in_sync == 1:
         with EagerReplicaContext(strategy, 0, None), tf.device(device):
             return fn(*_values.select_replica(tuple(args), 0), **_values.select_replica(kwargs, 0))
-    turns = _values.turns((tuple(args), kwargs), strategy.num_replicas_in_sync)
+    turns = _arguments.turns((tuple(args), kwargs), strategy.num_replicas_in_sync)
     number = int(turns.running)
     made: list[Any] = []
     registers = _Registers()

@@ -11,7 +11,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _eager, _errors, _inputs, _keras, _lower, _tf, _trace, _values, _variables, _whole
+from microstrat import (
+    _arguments,
+    _context,
+    _eager,
+    _errors,
+    _inputs,
+    _keras,
+    _lower,
+    _tf,
+    _trace,
+    _values,
+    _variables,
+    _whole,
+)
 
 CHOICES = {"batch_norm_statistics": ("per_replica", "averaged"), "dropout_masks": ("mirrored", "independent")}
 """What may be chosen for what replicas keep apart; tf.distribute's own way first."""
@@ -58,19 +71,19 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if tf.executing_eagerly():
             if self.micro_batches > 1:
                 self.announce("eager", _errors.eager_batch_whole(_trace.name_of(fn)))
-                args, kwargs = _values.whole_values((tuple(args), kwargs), self._number)
+                args, kwargs = _arguments.whole_values((tuple(args), kwargs), self._number)
             return _eager.run(strategy, fn, args, kwargs, self._device)
         if self._number == 1:
             return self._run_micro_batches(fn, args, kwargs)
         if self.micro_batches > 1:
             fn = self._in_micro_batches(fn, (tuple(args), kwargs))
-        number = _values.turns((tuple(args), kwargs), self._number)
+        number = _arguments.turns((tuple(args), kwargs), self._number)
         make_tracing = functools.partial(_context.Tracing, strategy, turns=number)
         return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
 
     def _in_micro_batches(self, fn: Callable[..., Any], structure: Any) -> Callable[..., Any]:
         """`fn`, to be run by each replica on its part of `structure`, in micro-batches."""
-        cut = [_values.is_batch(value) for value in tf.nest.flatten(structure)]
+        cut = [_arguments.is_batch(value) for value in tf.nest.flatten(structure)]
 
         @functools.wraps(fn, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -89,8 +102,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
         """Runs `fn` on what one replica has, in micro-batches."""
         strategy = self._container_strategy()
         even = any(_tf.is_compiled_by_xla(function) for function in _tf.functions_being_traced())
-        args, kwargs = _values.in_micro_batches((tuple(args), kwargs), self.micro_batches, even=even)
-        number = _values.turns((args, kwargs), self.micro_batches, without_batch=1)
+        args, kwargs = _arguments.in_micro_batches((tuple(args), kwargs), self.micro_batches, even=even)
+        number = _arguments.turns((args, kwargs), self.micro_batches, without_batch=1)
         make_tracing = functools.partial(
             _whole.WholeBatch,
             strategy,

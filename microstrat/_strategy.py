@@ -18,8 +18,8 @@ class MicroBatchStrategy(tf.distribute.Strategy):
     traced once for any number of them.
 
     **"whole_batch"**: code for one device. There is one replica (`num_replicas_in_sync` is 1). Its batch of B rows runs as
-    at most n micro-batches of ceil(B / n) rows, and what the program computes is what it computes on the whole batch: losses,
-    gradients, metrics, state. Inside a tf.function, `run` means this loop:
+    at most n micro-batches of ceil(B / n) rows, and what the program computes is what it computes on the whole batch:
+    losses, gradients, metrics, state. Inside a tf.function, `run` means this loop:
 
         for r in range(n):                       # one tf.while_loop
             loss[r], g = forward_and_backward(rows[r])
