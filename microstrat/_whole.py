@@ -145,7 +145,10 @@ class WholeBatch(_context.Tracing):
                 self.collect(_context.Collective("concat"), value.indices),
                 value.dense_shape,
             )
-        uniform, varying = self._terms(tf.convert_to_tensor(value))
+        value = tf.convert_to_tensor(value)
+        if value.op.type == "Pack" and value.graph is self.graph and not all(self.varies(t) for t in value.op.inputs):
+            return tf.stack([self.total(part) for part in value.op.inputs], value.op.get_attr("axis"))
+        uniform, varying = self._terms(value)
         total = self.collect(_context.Collective("sum"), _add(varying))
         return _add([*uniform, total])
 
@@ -154,12 +157,11 @@ class WholeBatch(_context.Tracing):
         if not self.varies(value):
             return [value], []
         op = _see_through(value).op
-        if op.type == "Sum" and op.inputs[0].op.type == "Pack":  # Keras adds losses up this way
-            op = op.inputs[0].op
         if op.graph is not self.graph:
             return [], [value]
-        if op.type in ("AddN", "AddV2", "Pack"):
-            parts = [self._terms(tensor) for tensor in op.inputs]
+        summands = _summands(op)
+        if summands:
+            parts = [self._terms(tensor) for tensor in summands]
             uniform = [term for one, _ in parts for term in one]
             varying = [term for _, one in parts for term in one]
         elif op.type in ("Mul", "RealDiv", "Cast"):
@@ -415,6 +417,15 @@ def _has_row_axis(value: Any) -> bool:
 def _add(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     # Terms may broadcast, which tf.add_n does not.
     return functools.reduce(operator.add, terms)
+
+
+def _summands(op: tf.Operation) -> Sequence[tf.Tensor]:
+    """What an operation adds up; nothing if it does not."""
+    if op.type in ("AddN", "AddV2"):
+        return op.inputs
+    if op.type == "Sum" and op.inputs[0].op.type == "Pack" and op.inputs[0].shape.rank == 1:
+        return op.inputs[0].op.inputs  # Keras adds losses up this way
+    return ()
 
 
 def _see_through(tensor: tf.Tensor) -> tf.Tensor:

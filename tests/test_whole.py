@@ -114,6 +114,24 @@ def test_results() -> None:
     assert shared.numpy() == 7.0
 
 
+def test_sums_of_what_is_shared_and_what_is_not() -> None:
+    """With declared sums, terms that all micro-batches share count once."""
+    ours = strategy(loss_reduction="sum")
+    with ours.scope():
+        weight = tf.Variable(3.0)
+
+    def step(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            loss = 2.0 * (tf.reduce_sum(weight * x) + tf.add_n([weight**2, tf.constant(1.0)]))
+        both = tf.stack([tf.reduce_sum(x), weight + 0.0])
+        return loss, tape.gradient(loss, weight), tf.distribute.get_replica_context().all_reduce("SUM", both)
+
+    loss, gradient, both = run(ours, step, ROWS)
+    assert ours.reduce("SUM", loss, axis=None).numpy() == 2 * (3 * 15 + 9 + 1)
+    assert gradient.numpy() == 2 * (15 + 6)
+    np.testing.assert_array_equal(both, [15.0, 3.0])
+
+
 def test_results_go_into_run_again() -> None:
     ours = strategy()
     mean, rows = run(ours, lambda x: (tf.reduce_mean(x), x * 2), ROWS)
