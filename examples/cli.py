@@ -6,13 +6,22 @@ import argparse
 
 
 def parser(
-    description: str, *, replicas: int, batch_size: int, epochs: int, learning_rate: float
+    description: str,
+    *,
+    batch_size: int,
+    epochs: int,
+    learning_rate: float,
+    micro_batches: int | None = None,
+    replicas: int | None = None,
 ) -> argparse.ArgumentParser:
-    """Returns a parser for the options of every example; the arguments are the defaults."""
+    """Returns a parser for the options of every example; the arguments are the defaults, one of the last two is given."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = result.add_argument
-    add("--replicas", type=positive, default=replicas, help="virtual replicas: micro-batches in a global batch")
-    add("--batch-size", type=positive, default=batch_size, help="global batch: digits in one optimizer step")
+    if micro_batches is not None:
+        add("--micro-batches", type=positive, default=micro_batches, help="parts that each batch is cut into")
+    if replicas is not None:
+        add("--replicas", type=positive, default=replicas, help="virtual replicas, which share each batch equally")
+    add("--batch-size", type=positive, default=batch_size, help="digits in one optimizer step")
     add("--learning-rate", type=float, default=learning_rate, help="of the optimizer")
     add("--epochs", type=positive, default=epochs, help="passes over the digits")
     add(
@@ -24,14 +33,12 @@ def parser(
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parses the command line, and checks that there is a global batch, which falls into equal micro-batches."""
+    """Parses the command line, and checks that there is a full batch, which replicas can share equally."""
     options = parser.parse_args()
     if options.batch_size > (digits := 50_000 if options.full else 4_000):
         parser.error(f"--batch-size {options.batch_size} is more than the {digits} digits to train on")
-    if options.batch_size % options.replicas:
-        parser.error(
-            f"--batch-size {options.batch_size} cannot be cut into --replicas {options.replicas} equal micro-batches"
-        )
+    if "replicas" in options and options.batch_size % options.replicas:
+        parser.error(f"--batch-size {options.batch_size} cannot be shared equally by --replicas {options.replicas}")
     return options
 
 

@@ -8,21 +8,19 @@ import tensorflow as tf
 import microstrat
 
 
-class OwnTrainStep(keras.Model):
-    """A model whose train_step is written out, as for one device or for many: nothing in it knows of micro-batches."""
+class CustomTrainStep(keras.Model):
+    """A model whose train_step is written out, for one device: nothing in it knows of micro-batches."""
 
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
             y_pred = self(x, training=True)
-            # Keras divides this loss by the number of replicas, because the optimizer sums their gradients.
             loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
-            scaled_loss = self.optimizer.scale_loss(loss)  # the loss itself, except under mixed_float16
-        gradients = tape.gradient(scaled_loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))  # noqa: B905
         for metric in self.metrics:
-            if metric.name == "loss":  # undoes that division: what is shown is the mean loss of a digit
-                metric.update_state(loss * self.distribute_strategy.num_replicas_in_sync, sample_weight=tf.shape(x)[0])
+            if metric.name == "loss":
+                metric.update_state(loss)
             else:
                 metric.update_state(y, y_pred)
         return {metric.name: metric.result() for metric in self.metrics}
@@ -33,7 +31,7 @@ def build(learning_rate):
     features = keras.applications.DenseNet121(weights=None, include_top=False, input_tensor=inputs).output
     outputs = keras.layers.GlobalAveragePooling2D()(features)
     outputs = keras.layers.Dense(10, activation="softmax", name="primary")(outputs)
-    model = OwnTrainStep(inputs=inputs, outputs=outputs)
+    model = CustomTrainStep(inputs=inputs, outputs=outputs)
     model.compile(keras.optimizers.Adam(learning_rate), keras.losses.CategoricalCrossentropy(), metrics=["accuracy"])
     return model
 
@@ -48,15 +46,16 @@ def dataset(images, labels, batch_size):
 
 
 if __name__ == "__main__":
-    parser = cli.parser(__doc__, replicas=4, batch_size=64, epochs=2, learning_rate=1e-3)
+    parser = cli.parser(__doc__, micro_batches=4, batch_size=64, epochs=2, learning_rate=1e-3)
     parser.add_argument("--limit", type=cli.positive, default=50_000, help="train on at most this many digits")
     options = cli.parse(parser)
     train, validation = digits.load(full=options.full, limit=options.limit)
     keras.utils.set_random_seed(0)
-    with microstrat.scope(replicas=options.replicas):
+    with microstrat.scope(micro_batches=options.micro_batches):
         model = build(options.learning_rate)
-    # Validation uses BatchNormalization's moving statistics, which at Keras' momentum of 0.99 take hundreds of steps to
-    # mean anything (so too without micro-batches): an epoch of the 4,000 digits has 63 steps, one of all MNIST 782.
+    # BatchNormalization normalizes each micro-batch by its own rows; but for that, the numbers are the full batch's.
+    # Validation uses its moving statistics, which at Keras' momentum of 0.99 take hundreds of steps to mean anything (so
+    # too without micro-batches): an epoch of the 4,000 digits has 63 steps, one of all MNIST 782.
     validation = dataset(*validation, options.batch_size) if options.full else None
     train = dataset(*train, options.batch_size)
     model.fit(train, validation_data=validation, epochs=options.epochs, shuffle=False)

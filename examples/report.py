@@ -1,27 +1,50 @@
-"""What the examples show: a progress bar for each epoch, peak memory, and how far apart two sets of weights are."""
+"""What the examples show: accuracy, peak memory, and how far apart the weights of two runs are."""
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
-import contextlib
 import multiprocessing
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from rich import progress  # Keras 3 requires rich
 
 
-@contextlib.contextmanager
-def epoch_bar(label: str, steps: int) -> Iterator[Callable[[float], None]]:
-    """Shows a progress bar; yields advance(loss), to call once a step."""
-    columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
-    with progress.Progress(*columns, "loss {task.fields[loss]:.4f}") as bar:
-        task = bar.add_task(label, total=steps, loss=float("nan"))
-        yield lambda loss: bar.update(task, advance=1, loss=loss)
+class Run(NamedTuple):
+    """What a custom loop has come to."""
+
+    label: str
+    accuracy: float  # on the digits kept for validation
+    memory: float  # by which the peak grew, in MiB
+    weights: list[list[np.ndarray]]  # after each of the first 20 steps, and after the last
+
+
+def compare(train: Callable[..., Run], make_parts: Any, make_whole: Any, options: argparse.Namespace) -> None:
+    """Runs train(make, label, options) for both, each in a fresh process, and prints what the two runs come to."""
+    labels_of_both = labels(options)
+    runs = [
+        in_fresh_process(train, make, label, options)
+        for make, label in zip((make_parts, make_whole), labels_of_both, strict=True)
+    ]
+    print()
+    for run in runs:
+        print(f"{run.label}: validation accuracy {run.accuracy:.3f}, peak memory grew by {run.memory:.0f} MiB")
+    differences = [largest_difference(*weights) for weights in zip(*(run.weights for run in runs), strict=True)]
+    print("(In a model this small nearly all of that memory is TensorFlow's own.)")
+    print(f"largest difference between the weights in the first 20 steps: {max(differences[:20]):.1e}")
+    print(f"largest difference between the weights at the end: {differences[-1]:.1e}")
+
+
+def labels(options: argparse.Namespace) -> tuple[str, str]:
+    """What to call a run in parts, and one at the full batch: "4 × 16", "1 × 64"."""
+    number = options.replicas if "replicas" in options else options.micro_batches
+    size = -(-options.batch_size // number)
+    at_most = "" if size * number == options.batch_size else "≤"
+    return f"{number} × {at_most}{size}", f"1 × {options.batch_size}"
 
 
 def peak_memory() -> float:

@@ -307,7 +307,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             return tracing.reduce(reduce_op, value.value)
         if isinstance(value, _tf.DistributedVariable):
             if isinstance(value, _variables.VirtualMirroredVariable):
-                if is_sum:
+                if is_sum and self._number > 1:
                     raise _errors.reduce_mirrored_sum(value.name)
                 return value._get_cross_replica()  # noqa: SLF001 - this package's own class
             total = tf.reduce_sum(value.rows.read_value(), axis=0)

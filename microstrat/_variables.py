@@ -193,6 +193,12 @@ class _PerReplicaRows:
         tracing = _context.current_tracing()
         return ReplicaView(self, replica_id if tracing is None else tracing.replica_id)
 
+    def __int__(self) -> int:
+        return int(self.numpy())  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.numpy())  # type: ignore[attr-defined]
+
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
 

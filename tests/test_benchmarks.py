@@ -1,4 +1,4 @@
-"""The benchmark command runs, and its tables and JSON hold what was asked for. No figure is judged here."""
+"""The benchmark commands run, and their tables and files hold what was asked for. No time or memory is judged here."""
 
 from __future__ import annotations
 
@@ -49,3 +49,27 @@ def test_benchmark_reports_a_program_that_fails(tmp_path: pathlib.Path) -> None:
     (result,) = json.loads(file.read_text())["results"]
     assert result["note"].startswith("ended with code ")
     assert "ended with code" in done.stdout
+
+
+def test_fidelity_command(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "fidelity.md"
+    command = [sys.executable, "-m", "tests.benchmarks.fidelity", "--seeds", "1", "--epochs", "1", "--limit", "256"]
+    command += ["--train", "whole", "replicas", "--markdown", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[1/1] whole batch: accuracy " in done.stderr
+    markdown = file.read_text(encoding="utf-8")
+    assert markdown.startswith("1 seed, batch of 128 as 8 × 16, 1 × 2 steps")
+    for title in ["Validation", "End of training", "First step"]:
+        assert title in done.stdout
+        assert f"**{title}" in markdown
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown.splitlines() if line.startswith("|")]
+    trained = ["full batch", "whole batch", "replicas"]
+    assert [row[0] for row in rows if len(row) == 5 and row[0] in trained] == trained
+    # The statistics of micro-batches, put together, are the full batch's; averaged, or of one of them, they are not.
+    distances = {row[0]: [float(cell) for cell in row[1:]] for row in rows if len(row) == 3 and row[1][0].isdigit()}
+    assert list(distances) == ["whole batch", "replicas", "variances averaged (worked out)"]
+    assert max(distances["whole batch"]) < 1e-4
+    assert distances["variances averaged (worked out)"][0] < 1e-4
+    assert distances["variances averaged (worked out)"][1] > 3e-4
+    assert min(distances["replicas"]) > 1e-3

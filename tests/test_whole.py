@@ -164,6 +164,13 @@ def test_what_does_not_depend_on_the_micro_batch_happens_once() -> None:
     assert draw.shape == ()
 
 
+def test_variables_are_as_on_one_device() -> None:
+    ours = strategy()
+    state = variable(ours, 3.0)
+    assert (int(state), float(state)) == (3, 3.0)
+    assert ours.reduce("SUM", state, axis=None).numpy() == 3.0
+
+
 @pytest.mark.parametrize(
     ("aggregation", "assign", "expected"),
     [
