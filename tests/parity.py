@@ -46,11 +46,17 @@ class Session:
                     earlier = f"{kind}:{_group(job).number}:{after}"
                     groups.setdefault(_group(earlier), []).append(earlier)
         # References with many replicas take longest, so they start first; what waits for others starts last.
-        order = sorted(groups, key=lambda group: (group.after, group.kind != "mirrored", -group.number))
+        order = sorted(groups, key=lambda group: (group.after, group.kind in worker.REFERENCES, -group.number))
         self._runs: dict[_Group, concurrent.futures.Future[None]] = {}
         for group in order:
             waits_for = list(self._runs.values()) if group.after else []
             self._runs[group] = self._pool.submit(self._run, group, list(dict.fromkeys(groups[group])), waits_for)
+
+    @staticmethod
+    def reference(kind: str, number: int, name: str) -> tuple[str, int, str]:
+        """The job that a job is compared with."""
+        reference = worker.REFERENCES[kind]
+        return reference, 1 if reference == "plain" else number, name
 
     def outcome(self, kind: str, number: int, name: str) -> dict[str, Any]:
         """The outcome of a job, as `tests.worker.write` describes it; waits for its process."""

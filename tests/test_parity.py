@@ -1,4 +1,5 @@
-"""Each program gives under MicroBatchStrategy(N) what it gives under MirroredStrategy on N devices."""
+"""Programs give under MicroBatchStrategy(N) what they give under MirroredStrategy on N devices, and in micro-batches what
+the full batch gives without a strategy."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import compare, parity, programs
+from tests import compare, parity, programs, worker
 
 
 def _marks(entry: programs.Program) -> list[pytest.MarkDecorator]:
@@ -19,7 +20,7 @@ def _marks(entry: programs.Program) -> list[pytest.MarkDecorator]:
 CASES = [
     pytest.param(kind, number, entry.name, marks=_marks(entry), id=f"{entry.name}-{kind}-{number}")
     for entry in programs.PROGRAMS.values()
-    for kind, numbers in (("looped", entry.replicas), ("eager", entry.eager))
+    for kind, numbers in (("looped", entry.replicas), ("eager", entry.eager), ("whole", entry.micro_batches))
     for number in numbers
 ]
 
@@ -31,7 +32,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for item in request.session.items:
         if item.function is test_parity and item.get_closest_marker("skip") is None:
             kind, number, name = (item.callspec.params[key] for key in ("kind", "number", "name"))
-            jobs[f"mirrored:{number}:{name}"] = jobs[f"{kind}:{number}:{name}"] = None
+            for job in (parity.Session.reference(kind, number, name), (kind, number, name)):
+                jobs[":".join(map(str, job))] = None
     session = parity.Session(tmp_path_factory.mktemp("parity"), jobs)
     yield session
     session.close()
@@ -39,12 +41,16 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(("kind", "number", "name"), CASES)
 def test_parity(outcomes: parity.Session, kind: str, number: int, name: str) -> None:
-    reference, ours = outcomes.outcome("mirrored", number, name), outcomes.outcome(kind, number, name)
+    reference = outcomes.outcome(*outcomes.reference(kind, number, name))
+    ours = outcomes.outcome(kind, number, name)
     if "error" in reference:
         pytest.fail(f"the reference failed:\n{reference['error']}", pytrace=False)
     if "error" in ours:
         pytest.fail(f"raised under MicroBatchStrategy({number}):\n{ours['error']}", pytrace=False)
-    tolerance = 0.0 if number in programs.EXACT else programs.PROGRAMS[name].tolerance
+    entry = programs.PROGRAMS[name]
+    tolerance = entry.whole_tolerance if kind == "whole" else entry.tolerance
+    tolerance = 0.0 if worker.is_exact(kind, number) else tolerance
     found = compare.differences(reference["results"], ours["results"], tolerance)
     if found:
-        pytest.fail("differs from MirroredStrategy:\n" + "\n".join(found[:20]), pytrace=False)
+        against = "the full batch" if kind == "whole" else "MirroredStrategy"
+        pytest.fail(f"differs from {against}:\n" + "\n".join(found[:20]), pytrace=False)

@@ -16,7 +16,8 @@ import time
 import traceback
 from typing import Any
 
-KINDS = ("mirrored", "looped", "eager")
+REFERENCES = {"looped": "mirrored", "eager": "mirrored", "whole": "plain"}
+"""Kinds of runs, and what each is compared with. N is the number of replicas; of "whole", of micro-batches."""
 
 
 def result_file(directory: pathlib.Path, job: str) -> pathlib.Path:
@@ -39,6 +40,23 @@ def mirrored(number: int) -> Any:
     return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(number)])
 
 
+def make_strategy(kind: str, number: int, name: str) -> Any:
+    """The strategy that a run of a program is about."""
+    import tensorflow as tf
+
+    import microstrat
+    from tests import programs
+
+    entry = programs.PROGRAMS[name]
+    if kind == "mirrored":
+        return mirrored(number)
+    if kind == "plain":
+        return tf.distribute.OneDeviceStrategy("CPU:0") if entry.one_device else tf.distribute.get_strategy()
+    if kind == "whole":
+        return microstrat.MicroBatchStrategy(number, semantics="whole_batch", loss_reduction=entry.whole)
+    return microstrat.MicroBatchStrategy(number)
+
+
 def run(kind: str, number: int, name: str) -> dict[str, Any]:
     """Runs one program and says what came of it."""
     import keras
@@ -51,13 +69,17 @@ def run(kind: str, number: int, name: str) -> dict[str, Any]:
     tf.config.run_functions_eagerly(kind == "eager")
     start, start_cpu = time.perf_counter(), time.process_time()
     try:
-        import microstrat
-
-        strategy = mirrored(number) if kind == "mirrored" else microstrat.MicroBatchStrategy(number)
-        outcome = {"results": programs.PROGRAMS[name].run(strategy)}
+        outcome = {"results": programs.PROGRAMS[name].run(make_strategy(kind, number, name))}
     except Exception:
         outcome = {"error": traceback.format_exc()}
     return {**outcome, "seconds": time.perf_counter() - start, "cpu": time.process_time() - start_cpu}
+
+
+def is_exact(kind: str, number: int) -> bool:
+    """Whether two runs must agree in every bit."""
+    from tests import programs
+
+    return kind not in ("plain", "whole") and number in programs.EXACT
 
 
 def configure(number_of_devices: int, optimize_graphs: bool) -> None:
@@ -77,11 +99,10 @@ def configure(number_of_devices: int, optimize_graphs: bool) -> None:
 
 def main(directory: pathlib.Path, running: pathlib.Path, jobs: list[str]) -> None:
     """Runs jobs that are all of one kind and one N."""
-    from tests import programs
 
     parsed = [(kind, int(number), name) for kind, number, name in (job.split(":") for job in jobs)]
     ((kind, number),) = {(kind, number) for kind, number, _ in parsed}
-    configure(number if kind == "mirrored" else 1, optimize_graphs=number not in programs.EXACT)
+    configure(number if kind == "mirrored" else 1, optimize_graphs=not is_exact(kind, number))
     for job, (_, _, name) in zip(jobs, parsed, strict=True):
         running.write_text(job)
         outcome = run(kind, number, name)

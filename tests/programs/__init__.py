@@ -6,6 +6,10 @@ from tests.programs._registry import EXACT, PROGRAMS, TOLERANCE, Program, progra
 
 __all__ = ["EXACT", "PROGRAMS", "TOLERANCE", "Program", "program"]
 
-for _module in ("loops", "functions", "training", "variables", "collectives", "inputs", "checkpoints", "legacy_keras"):
+_MODULES = (
+    "loops", "functions", "training", "variables", "collectives", "inputs", "checkpoints", "legacy_keras", "whole",
+    "whole_keras",
+)  # fmt: skip
+for _module in _MODULES:
     # Importing a module registers its programs.
     importlib.import_module(f"tests.programs.{_module}")

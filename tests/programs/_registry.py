@@ -34,6 +34,19 @@ TOLERANCE = 1e-6
 
 MirroredStrategy adds the replicas' values in the order of its ring, MicroBatchStrategy in the order of the replicas.
 """
+WHOLE = (4, 5)
+"""Numbers of micro-batches that whole batches are cut in: 24 rows in 6 each, and in 5, 5, 5, 5 and 4."""
+WHOLE_MORE = (4, 5, 16)
+"""With 16, two rows make 12 micro-batches, and there are no more."""
+TOLERANCE_LATER = 1e-5
+"""Whole batches after many steps, or where long sums cancel: in float64, the same programs agree to 1e-10.
+
+A sum over all rows rounds otherwise than the sum of micro-batches' sums.
+"""
+# Why a program is not about whole batches.
+OWN_STATISTICS = "micro-batches are normalised with their own mean and variance, as real devices' batches are"
+OWN_DRAWS = "every micro-batch draws its own dropout mask"
+UNDECLARED_SUMS = "it assigns sums over rows to variables that do not declare them, which are taken for means"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +62,10 @@ class Program:
     core: bool
     needs: str
     after: str
+    whole: str
+    micro_batches: tuple[int, ...]
+    whole_tolerance: float
+    one_device: bool
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -63,6 +80,11 @@ def program(
     core: bool = False,
     needs: str = "",
     after: str = "",
+    whole: str = "",
+    why_not_whole: str = "",
+    micro_batches: Sequence[int] = WHOLE,
+    whole_tolerance: float = TOLERANCE,
+    one_device: bool = False,
 ) -> Callable[[Callable[[tf.distribute.Strategy], Any]], Callable[[tf.distribute.Strategy], Any]]:
     """Registers a program under its function's name.
 
@@ -74,7 +96,14 @@ def program(
         core: also run on the oldest supported TensorFlow.
         needs: a package without which the program is skipped.
         after: a program that must have run under all strategies before this one runs.
+        whole: "mean" or "sum", what the losses of the program are, if it is also to be compared with the plain full batch.
+        why_not_whole: the reason if it is not.
+        micro_batches: numbers of micro-batches that the whole batch is then cut in.
+        whole_tolerance: the tolerance of that comparison, `TOLERANCE` or `TOLERANCE_LATER`.
+        one_device: whether its reference is OneDeviceStrategy: the program needs what only a strategy has.
     """
+    if bool(whole) == bool(why_not_whole) or whole not in ("", "mean", "sum"):
+        raise ValueError("either the whole batch's loss reduction, or a reason against the comparison")
     if tolerance != TOLERANCE and not why:
         raise ValueError("a tolerance of its own needs a reason")
 
@@ -83,7 +112,21 @@ def program(
         if name in PROGRAMS:
             raise ValueError(f"two programs are called {name}")
         both = tuple(number for number in eager if number in replicas)
-        PROGRAMS[name] = Program(name, function, tuple(replicas), both, tolerance, why, core, needs, after)
+        PROGRAMS[name] = Program(
+            name=name,
+            run=function,
+            replicas=tuple(replicas),
+            eager=both,
+            tolerance=tolerance,
+            why=why,
+            core=core,
+            needs=needs,
+            after=after,
+            whole=whole,
+            micro_batches=tuple(micro_batches) if whole else (),
+            whole_tolerance=whole_tolerance,
+            one_device=one_device,
+        )
         return function
 
     return register
@@ -146,6 +189,9 @@ def per_replica(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> l
 def local(strategy: tf.distribute.Strategy, value: Any) -> list[np.ndarray]:
     """A per-replica value as a list of N arrays."""
     parts = [np.asarray(part) for part in strategy.experimental_local_results(value)]
+    if len(parts) > strategy.num_replicas_in_sync:
+        # Of micro-batches, which one replica's value is made of: rows are joined, all else is added up.
+        return [np.asarray(strategy.reduce("SUM", value, axis=None))]
     if isinstance(strategy, tf.distribute.MirroredStrategy) and len(parts) == 1:
         # Where all replicas return the same Python object, stock strategies keep one of them.
         return parts * strategy.num_replicas_in_sync

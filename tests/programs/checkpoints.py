@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.programs._registry import (
     BATCH,
+    OWN_STATISTICS,
     batches,
     by_path,
     exchange_directory,
@@ -78,7 +79,7 @@ class _Trainer:
         }
 
 
-@program(core=True)
+@program(core=True, why_not_whole=OWN_STATISTICS)
 def checkpoint_written_and_read(strategy: tf.distribute.Strategy) -> Any:
     """Restored into the same objects and into new ones; both then train on alike."""
     with tempfile.TemporaryDirectory() as directory:
@@ -98,7 +99,7 @@ def checkpoint_written_and_read(strategy: tf.distribute.Strategy) -> Any:
         return {"out": out, "names": names}
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), why_not_whole=OWN_STATISTICS)
 def keras_weights_written_and_read(strategy: tf.distribute.Strategy) -> Any:
     """get_weights, set_weights, and a weights file, after replicas have moved their own statistics."""
     trainer = _Trainer(strategy)
@@ -115,7 +116,7 @@ def keras_weights_written_and_read(strategy: tf.distribute.Strategy) -> Any:
     return out
 
 
-@program(replicas=(2,), eager=(), core=True)
+@program(replicas=(2,), eager=(), core=True, why_not_whole=OWN_STATISTICS)
 def checkpoint_handed_over(strategy: tf.distribute.Strategy) -> Any:
     """Trains, writes a checkpoint for the other strategy's process, and goes on. See `checkpoint_taken_over`."""
     trainer = _Trainer(strategy)
@@ -124,7 +125,7 @@ def checkpoint_handed_over(strategy: tf.distribute.Strategy) -> Any:
     return trainer.train(2)
 
 
-@program(replicas=(2,), eager=(), core=True, after="checkpoint_handed_over")
+@program(replicas=(2,), eager=(), core=True, after="checkpoint_handed_over", why_not_whole=OWN_STATISTICS)
 def checkpoint_taken_over(strategy: tf.distribute.Strategy) -> Any:
     """Reads what the other strategy wrote, and trains on."""
     names = {"MirroredStrategy", "MicroBatchStrategy"} - {type(strategy).__name__}

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tests.programs._registry import ALL, BATCH, arrays, batches, local, program, rows
+from tests.programs._registry import ALL, BATCH, WHOLE_MORE, arrays, batches, local, program, rows
 
 
 def _id(dtype: Any = tf.float32) -> tf.Tensor:
@@ -20,7 +20,7 @@ def _run(strategy: tf.distribute.Strategy, replica_function: Any, *args: Any) ->
     return [tf.nest.map_structure(functools.partial(local, strategy), step(*args)) for _ in range(2)]
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean")
 def all_reduce(strategy: tf.distribute.Strategy) -> Any:
     def replica_function() -> Any:
         context = tf.distribute.get_replica_context()
@@ -38,7 +38,7 @@ def all_reduce(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
-@program()
+@program(whole="mean")
 def all_reduce_gradients(strategy: tf.distribute.Strategy) -> Any:
     def replica_function() -> Any:
         context = tf.distribute.get_replica_context()
@@ -53,7 +53,7 @@ def all_reduce_gradients(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
-@program()
+@program(whole="mean")
 def all_reduce_slices(strategy: tf.distribute.Strategy) -> Any:
     def replica_function() -> Any:
         indices = tf.stack([0, _id(tf.int32) % 4])
@@ -64,7 +64,7 @@ def all_reduce_slices(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
-@program(core=True)
+@program(core=True, whole="mean")
 def merge_call(strategy: tf.distribute.Strategy) -> Any:
     with strategy.scope():
         variable = tf.Variable([1.0, 2.0])
@@ -88,7 +88,7 @@ def merge_call(strategy: tf.distribute.Strategy) -> Any:
     return {"out": _run(strategy, replica_function), "variable": variable.numpy()}
 
 
-@program()
+@program(whole="mean")
 def merge_call_passes_values_on(strategy: tf.distribute.Strategy) -> Any:
     """What goes in per replica comes back per replica."""
 
@@ -100,7 +100,7 @@ def merge_call_passes_values_on(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
-@program()
+@program(whole="mean")
 def merge_call_local_results(strategy: tf.distribute.Strategy) -> Any:
     def merge(cross: tf.distribute.Strategy, value: Any) -> Any:
         parts = cross.experimental_local_results(value)
@@ -112,7 +112,7 @@ def merge_call_local_results(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
-@program(core=True)
+@program(core=True, why_not_whole="it gathers along another axis than the rows")
 def all_gather(strategy: tf.distribute.Strategy) -> Any:
     def replica_function(x: Any) -> Any:
         context = tf.distribute.get_replica_context()
@@ -127,7 +127,7 @@ def all_gather(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function, x)
 
 
-@program()
+@program(whole="mean")
 def all_gather_uneven(strategy: tf.distribute.Strategy) -> Any:
     def replica_function() -> Any:
         mine = tf.ones([1 + _id(tf.int32), 2]) * _id()
@@ -136,7 +136,7 @@ def all_gather_uneven(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
-@program()
+@program(whole="mean")
 def all_gather_gradient(strategy: tf.distribute.Strategy) -> Any:
     def replica_function() -> Any:
         x = tf.stack([[1.0, _id()]])
@@ -149,7 +149,7 @@ def all_gather_gradient(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
-@program(core=True)
+@program(core=True, why_not_whole="it averages sums over the rows at hand")
 def strategy_reduce(strategy: tf.distribute.Strategy) -> Any:
     (x,) = strategy.experimental_distribute_dataset(batches(rows(BATCH, 3)))
 
@@ -176,7 +176,7 @@ def strategy_reduce(strategy: tf.distribute.Strategy) -> Any:
     return arrays({"batch": reduce_all(x), "run": reduce_all(doubled), "compiled": compiled(x)})
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean", micro_batches=WHOLE_MORE)
 def strategy_reduce_uneven(strategy: tf.distribute.Strategy) -> Any:
     """Means over rows weigh every row alike, also when replicas have different numbers of rows."""
     out = []
@@ -188,7 +188,7 @@ def strategy_reduce_uneven(strategy: tf.distribute.Strategy) -> Any:
     return arrays(out)
 
 
-@program()
+@program(whole="mean")
 def strategy_gather(strategy: tf.distribute.Strategy) -> Any:
     out = []
     for x in strategy.experimental_distribute_dataset(batches(rows(BATCH + 13, 3))):
@@ -198,7 +198,7 @@ def strategy_gather(strategy: tf.distribute.Strategy) -> Any:
     return arrays(out)
 
 
-@program(core=True)
+@program(core=True, whole="mean")
 def run_results(strategy: tf.distribute.Strategy) -> Any:
     """Whatever `run` returns, every replica has a result."""
 
@@ -218,7 +218,7 @@ def run_results(strategy: tf.distribute.Strategy) -> Any:
     return {"out": out, "number": [int(part) for part in local(strategy, number)]}
 
 
-@program()
+@program(whole="mean")
 def run_results_go_into_run(strategy: tf.distribute.Strategy) -> Any:
     """Per-replica values from one run are arguments of the next, in one tf.function and across two."""
     first = tf.function(lambda: strategy.run(lambda: {"a": _id() + tf.constant([1.0, 2.0]), "b": tf.constant(1.0)}))
@@ -237,7 +237,7 @@ def run_results_go_into_run(strategy: tf.distribute.Strategy) -> Any:
     ]
 
 
-@program()
+@program(whole="mean")
 def run_arguments(strategy: tf.distribute.Strategy) -> Any:
     """Plain tensors, arrays and numbers reach every replica whole; None stays None."""
 
@@ -253,7 +253,7 @@ def run_arguments(strategy: tf.distribute.Strategy) -> Any:
     return tf.nest.map_structure(functools.partial(local, strategy), step(tf.constant([1.0, 2.0])))
 
 
-@program()
+@program(whole="mean", one_device=True)
 def replica_context_facts(strategy: tf.distribute.Strategy) -> Any:
     seen: dict[str, Any] = {}
 
@@ -280,7 +280,7 @@ def replica_context_facts(strategy: tf.distribute.Strategy) -> Any:
     return {**seen, "outside": outside, "scope": scope, "ids": local(strategy, ids)}
 
 
-@program()
+@program(whole="mean", one_device=True)
 def extended_methods(strategy: tf.distribute.Strategy) -> Any:
     """The hooks of strategy.extended that libraries call."""
     other = tf.Variable(1.0)
@@ -303,7 +303,7 @@ def extended_methods(strategy: tf.distribute.Strategy) -> Any:
     return {key: arrays(value) for key, value in facts.items()}
 
 
-@program()
+@program(whole="mean")
 def run_returns_variables_and_arguments(strategy: tf.distribute.Strategy) -> Any:
     with strategy.scope():
         variable = tf.Variable([1.0, 2.0])

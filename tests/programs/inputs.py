@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.programs._registry import ALL, BATCH, arrays, batches, labels, local, program, rows
+from tests.programs._registry import ALL, BATCH, WHOLE_MORE, arrays, batches, labels, local, program, rows
 
 
 def _replicas(strategy: tf.distribute.Strategy, structure: Any) -> Any:
@@ -28,7 +28,7 @@ def _dense(structure: Any) -> Any:
     )
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean", micro_batches=WHOLE_MORE)
 def split_of_batches(strategy: tf.distribute.Strategy) -> Any:
     """Which rows each replica gets: even, uneven and tiny last batches, and batch sizes that don't divide."""
     out = {}
@@ -38,7 +38,7 @@ def split_of_batches(strategy: tf.distribute.Strategy) -> Any:
     return out
 
 
-@program()
+@program(whole="mean")
 def split_of_unknown_batches(strategy: tf.distribute.Strategy) -> Any:
     """Batches whose size is not known to the pipeline."""
     data = tf.data.Dataset.range(3 * BATCH + 7).batch(BATCH).filter(lambda x: tf.shape(x)[0] > 0)
@@ -46,14 +46,14 @@ def split_of_unknown_batches(strategy: tf.distribute.Strategy) -> Any:
     return [local(strategy, x) for x in strategy.experimental_distribute_dataset(data)]
 
 
-@program()
+@program(whole="mean")
 def split_with_drop_remainder(strategy: tf.distribute.Strategy) -> Any:
     data = batches(np.arange(2 * BATCH + 5), batch=BATCH, drop_remainder=True).prefetch(1).repeat(2)
     step = tf.function(lambda x: strategy.run(lambda x: x * 2, args=(x,)))
     return [local(strategy, step(x)) for x in strategy.experimental_distribute_dataset(data)]
 
 
-@program(core=True)
+@program(core=True, whole="mean")
 def nested_inputs(strategy: tf.distribute.Strategy) -> Any:
     number = BATCH + 7
     data = tf.data.Dataset.from_tensor_slices(
@@ -73,7 +73,7 @@ def nested_inputs(strategy: tf.distribute.Strategy) -> Any:
     ]
 
 
-@program()
+@program(why_not_whole="it pads to the longest of the rows at hand")
 def ragged_inputs(strategy: tf.distribute.Strategy) -> Any:
     ragged = tf.RaggedTensor.from_row_lengths(
         tf.range(200.0)[: sum(i % 4 for i in range(31))], [i % 4 for i in range(31)]
@@ -87,7 +87,7 @@ def ragged_inputs(strategy: tf.distribute.Strategy) -> Any:
     return [_replicas(strategy, step(x)) for x in strategy.experimental_distribute_dataset(data)]
 
 
-@program()
+@program(why_not_whole="it returns the shape of the rows at hand")
 def sparse_inputs(strategy: tf.distribute.Strategy) -> Any:
     dense = rows(31, 5) * (rows(31, 5, seed=2) > 0)
     data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(dense), np.arange(31))).batch(BATCH)
@@ -99,7 +99,7 @@ def sparse_inputs(strategy: tf.distribute.Strategy) -> Any:
     return [_replicas(strategy, step(x)) for x in strategy.experimental_distribute_dataset(data)]
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean")
 def dataset_loop_in_function(strategy: tf.distribute.Strategy) -> Any:
     with strategy.scope():
         weight = tf.Variable([1.0, 1.0])
@@ -123,7 +123,7 @@ def dataset_loop_in_function(strategy: tf.distribute.Strategy) -> Any:
     return arrays([epoch(), epoch(), weight])
 
 
-@program()
+@program(whole="mean")
 def optional_in_function(strategy: tf.distribute.Strategy) -> Any:
     iterator = iter(strategy.experimental_distribute_dataset(batches(rows(BATCH + 5, 2))))
 
@@ -139,7 +139,7 @@ def optional_in_function(strategy: tf.distribute.Strategy) -> Any:
     return arrays([step() for _ in range(3)])
 
 
-@program(core=True)
+@program(core=True, whole="mean")
 def iterator_in_function(strategy: tf.distribute.Strategy) -> Any:
     """An iterator as an argument, several steps in one tf.function, until the data ends."""
     iterator = iter(strategy.experimental_distribute_dataset(batches(rows(5 * BATCH, 2))))
@@ -161,7 +161,7 @@ def iterator_in_function(strategy: tf.distribute.Strategy) -> Any:
     return [arrays(out), ended]
 
 
-@program()
+@program(whole="mean")
 def element_spec_as_signature(strategy: tf.distribute.Strategy) -> Any:
     data = strategy.experimental_distribute_dataset(batches(rows(BATCH + 5, 2), labels(BATCH + 5)))
 
@@ -172,7 +172,7 @@ def element_spec_as_signature(strategy: tf.distribute.Strategy) -> Any:
     return [_replicas(strategy, step(inputs)) for inputs in data]
 
 
-@program(core=True)
+@program(core=True, whole="mean")
 def datasets_from_function(strategy: tf.distribute.Strategy) -> Any:
     facts = []
 
@@ -187,7 +187,7 @@ def datasets_from_function(strategy: tf.distribute.Strategy) -> Any:
     return {"out": [local(strategy, step(x)) for x in data], "facts": facts}
 
 
-@program(replicas=ALL)
+@program(replicas=ALL, whole="mean")
 def datasets_from_function_ends_early(strategy: tf.distribute.Strategy) -> Any:
     """Fewer micro-batches than replicas are left, and the last one is short."""
     data = strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(13).batch(2))
@@ -202,7 +202,7 @@ def datasets_from_function_ends_early(strategy: tf.distribute.Strategy) -> Any:
     return arrays([[_replicas(strategy, x) for x in data], total()])
 
 
-@program(core=True)
+@program(core=True, whole="mean")
 def values_from_function(strategy: tf.distribute.Strategy) -> Any:
     def make(context: Any) -> Any:
         number = context.replica_id_in_sync_group
@@ -217,7 +217,7 @@ def values_from_function(strategy: tf.distribute.Strategy) -> Any:
     return {"values": _replicas(strategy, values), "run": _replicas(strategy, step(values))}
 
 
-@program()
+@program(whole="mean")
 def values_of_different_lengths(strategy: tf.distribute.Strategy) -> Any:
     values = strategy.experimental_distribute_values_from_function(
         lambda context: tf.range(1 + context.replica_id_in_sync_group)
@@ -226,7 +226,7 @@ def values_of_different_lengths(strategy: tf.distribute.Strategy) -> Any:
     return [local(strategy, values), _replicas(strategy, step(values))]
 
 
-@program()
+@program(whole="mean")
 def none_in_datasets(strategy: tf.distribute.Strategy) -> Any:
     data = tf.data.Dataset.from_tensor_slices(rows(BATCH + 5, 2)).batch(BATCH).map(lambda x: (x, None, {"a": x}))
 
@@ -238,7 +238,7 @@ def none_in_datasets(strategy: tf.distribute.Strategy) -> Any:
     return [local(strategy, step(inputs)) for inputs in strategy.experimental_distribute_dataset(data)]
 
 
-@program()
+@program(whole="mean")
 def batches_of_several_dtypes(strategy: tf.distribute.Strategy) -> Any:
     number = BATCH + 7
     kinds = ("float16", "float64", "int8", "uint8", "int32", "bool", "complex64")

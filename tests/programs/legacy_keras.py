@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.programs._registry import BATCH, batches, labels, local, program, rows
+from tests.programs._registry import BATCH, OWN_STATISTICS, batches, labels, local, program, rows
 
 
 def _build() -> Any:
@@ -27,7 +27,7 @@ def _values(variables: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in variables]
 
 
-@program(core=True, needs="tf_keras")
+@program(core=True, needs="tf_keras", why_not_whole=OWN_STATISTICS)
 def legacy_loop(strategy: tf.distribute.Strategy) -> Any:
     tf_keras = importlib.import_module("tf_keras")
     tf_keras.backend.clear_session()
@@ -52,7 +52,7 @@ def legacy_loop(strategy: tf.distribute.Strategy) -> Any:
     return {"losses": losses, "values": _values(variables), "metric": metric.result().numpy()}
 
 
-@program(core=True, needs="tf_keras")
+@program(core=True, needs="tf_keras", why_not_whole=OWN_STATISTICS)
 def legacy_fit(strategy: tf.distribute.Strategy) -> Any:
     tf_keras = importlib.import_module("tf_keras")
     tf_keras.backend.clear_session()

@@ -11,6 +11,9 @@ import tensorflow as tf
 from tests.programs._registry import (
     ALL,
     BATCH,
+    OWN_DRAWS,
+    OWN_STATISTICS,
+    WHOLE_MORE,
     arrays,
     batches,
     by_path,
@@ -28,27 +31,27 @@ def _data(*shape: int, number: int = 2 * BATCH, batch: int = BATCH) -> tf.data.D
     return batches(rows(number, *(shape or (6,))), labels(number), batch=batch)
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="sum", micro_batches=WHOLE_MORE)
 def loop_mlp_sgd(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data())
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="sum", micro_batches=WHOLE_MORE)
 def loop_mlp_adam(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.Adam(0.01), _data())
 
 
-@program()
+@program(whole="sum")
 def loop_momentum(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True), _data())
 
 
-@program()
+@program(whole="sum")
 def loop_rmsprop(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.RMSprop(0.01, centered=True), _data())
 
 
-@program()
+@program(whole="sum")
 def loop_adamw_ema_clipnorm(strategy: tf.distribute.Strategy) -> Any:
     def optimizer() -> keras.optimizers.Optimizer:
         return keras.optimizers.AdamW(0.01, weight_decay=0.05, use_ema=True, ema_momentum=0.9, clipnorm=0.1)
@@ -56,7 +59,7 @@ def loop_adamw_ema_clipnorm(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, optimizer, _data())
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, why_not_whole=OWN_STATISTICS)
 def loop_batch_norm(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -72,7 +75,7 @@ def loop_batch_norm(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.SGD(0.1), _data())
 
 
-@program(core=True)
+@program(core=True, why_not_whole=OWN_DRAWS)
 def loop_dropout(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -82,7 +85,7 @@ def loop_dropout(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.SGD(0.1), _data())
 
 
-@program()
+@program(whole="sum")
 def loop_lstm(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential([keras.Input((5, 3)), keras.layers.LSTM(6), keras.layers.Dense(4)])
@@ -90,7 +93,7 @@ def loop_lstm(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.Adam(0.01), _data(5, 3))
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), whole="sum")
 def loop_convolution(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -106,22 +109,22 @@ def loop_convolution(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.SGD(0.05, momentum=0.9), _data(8, 8, 2))
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="sum", micro_batches=WHOLE_MORE)
 def loop_uneven_last_batch(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data(number=BATCH + 17))
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="sum", micro_batches=WHOLE_MORE)
 def loop_fewer_rows_than_replicas(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data(number=BATCH + 1))
 
 
-@program(replicas=ALL)
+@program(replicas=ALL, whole="sum", micro_batches=WHOLE_MORE)
 def loop_batch_not_divisible(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data(number=52, batch=20), batch=20)
 
 
-@program()
+@program(whole="sum")
 def loop_embedding(strategy: tf.distribute.Strategy) -> Any:
     tokens = np.random.default_rng(0).integers(0, 11, (2 * BATCH, 5))
 
@@ -138,7 +141,7 @@ def loop_embedding(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.Adam(0.01), batches(tokens, labels(2 * BATCH)))
 
 
-@program(core=True)
+@program(core=True, whole="sum", micro_batches=WHOLE_MORE)
 def loop_metrics(strategy: tf.distribute.Strategy) -> Any:
     """Keras metrics updated in the replica function, read and reset in cross-replica context."""
     with strategy.scope():
@@ -180,7 +183,7 @@ def loop_metrics(strategy: tf.distribute.Strategy) -> Any:
     return {"history": np.asarray(history), "state": state, "per replica": own, "after reset": after}
 
 
-@program()
+@program(whole="sum")
 def loop_eager_values(strategy: tf.distribute.Strategy) -> Any:
     """strategy.run outside any tf.function."""
     with strategy.scope():

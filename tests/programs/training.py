@@ -13,6 +13,9 @@ import tensorflow as tf
 from tests.programs._registry import (
     ALL,
     BATCH,
+    OWN_STATISTICS,
+    TOLERANCE_LATER,
+    WHOLE_MORE,
     arrays,
     batches,
     by_path,
@@ -59,17 +62,17 @@ def _fit(
     return _outcome(strategy, model, history)
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean", micro_batches=WHOLE_MORE)
 def fit_mlp(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy))
 
 
-@program()
+@program(whole="mean")
 def fit_sgd_momentum(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9)))
 
 
-@program(replicas=(2, 3), core=True)
+@program(replicas=(2, 3), core=True, why_not_whole=OWN_STATISTICS)
 def fit_batch_norm_and_dropout(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -88,7 +91,7 @@ def fit_batch_norm_and_dropout(strategy: tf.distribute.Strategy) -> Any:
     return {**out, "evaluate": model.evaluate(_data(), verbose=0), "predict": model.predict(rows(BATCH, 6), verbose=0)}
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), whole="mean")
 def fit_convolution(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -103,7 +106,7 @@ def fit_convolution(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, build, lambda: keras.optimizers.RMSprop(0.01)), _data(6, 6, 2))
 
 
-@program(replicas=(2,))
+@program(replicas=(2,), whole="mean")
 def fit_lstm(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential([keras.Input((4, 3)), keras.layers.LSTM(5), keras.layers.Dense(4)])
@@ -111,7 +114,7 @@ def fit_lstm(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, build), _data(4, 3))
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), whole="mean")
 def fit_embedding(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -127,12 +130,12 @@ def fit_embedding(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, build), batches(tokens, labels(2 * BATCH)))
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean", micro_batches=WHOLE_MORE)
 def fit_uneven_last_batch(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy), _data(number=BATCH + 17))
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), whole="mean")
 def fit_adamw_ema_clipping(strategy: tf.distribute.Strategy) -> Any:
     def optimizer() -> keras.optimizers.Optimizer:
         return keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.8, global_clipnorm=0.2)
@@ -174,7 +177,7 @@ class OwnSteps(keras.Model):
         return {"mean": self.mean.result()}
 
 
-@program(core=True)
+@program(core=True, why_not_whole="it returns the largest label of the rows at hand, where fit averages")
 def fit_own_train_step(strategy: tf.distribute.Strategy) -> Any:
     with strategy.scope():
         model = OwnSteps()
@@ -184,7 +187,7 @@ def fit_own_train_step(strategy: tf.distribute.Strategy) -> Any:
     return {**out, "evaluate": model.evaluate(_data(), return_dict=True, verbose=0)}
 
 
-@program(core=True)
+@program(core=True, whole="mean", micro_batches=WHOLE_MORE)
 def evaluate_and_predict(strategy: tf.distribute.Strategy) -> Any:
     model = _compiled(strategy)
     x, y = rows(2 * BATCH + 5, 6), labels(2 * BATCH + 5)
@@ -197,7 +200,7 @@ def evaluate_and_predict(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), whole="mean")
 def on_batch_methods(strategy: tf.distribute.Strategy) -> Any:
     model = _compiled(strategy)
     x, y = rows(BATCH, 6), labels(BATCH)
@@ -207,20 +210,20 @@ def on_batch_methods(strategy: tf.distribute.Strategy) -> Any:
     return {"out": arrays(out), **model_state(model)}
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), whole="mean")
 def fit_class_weight(strategy: tf.distribute.Strategy) -> Any:
     model = _compiled(strategy, weighted_metrics=["accuracy"], metrics=[])
     return _fit(strategy, model, class_weight={0: 1.0, 1: 2.0, 2: 0.5, 3: 3.0})
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), whole="mean")
 def fit_sample_weight(strategy: tf.distribute.Strategy) -> Any:
     weights = np.abs(rows(2 * BATCH, seed=5))
     model = _compiled(strategy, weighted_metrics=["accuracy"])
     return _fit(strategy, model, _data(extra=(weights,)), validation_data=_data(extra=(weights,)))
 
 
-@program(replicas=(2, 3), core=True)
+@program(replicas=(2, 3), core=True, whole="mean", micro_batches=WHOLE_MORE)
 def fit_arrays_with_validation(strategy: tf.distribute.Strategy) -> Any:
     """NumPy arrays, a validation split, a batch size that doesn't divide the rows."""
     model = _compiled(strategy)
@@ -230,7 +233,7 @@ def fit_arrays_with_validation(strategy: tf.distribute.Strategy) -> Any:
     return _outcome(strategy, model, model.fit(x, y, epochs=3, verbose=0, **options))
 
 
-@program(core=True)
+@program(core=True, whole="mean")
 def fit_steps_per_execution(strategy: tf.distribute.Strategy) -> Any:
     # MirroredStrategy on several CPUs crashes when several steps are one execution; the results do not depend on it.
     stock = isinstance(strategy, tf.distribute.MirroredStrategy)
@@ -239,7 +242,7 @@ def fit_steps_per_execution(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, model, _data(number=5 * BATCH), epochs=2, validation_data=_data(number=4 * BATCH))
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), whole="mean")
 def fit_repeated_dataset(strategy: tf.distribute.Strategy) -> Any:
     model = _compiled(strategy)
     history = model.fit(_data().repeat(), epochs=2, steps_per_epoch=3, verbose=0)
@@ -247,12 +250,12 @@ def fit_repeated_dataset(strategy: tf.distribute.Strategy) -> Any:
     return {**_outcome(strategy, model, history), "more": arrays(more.history)}
 
 
-@program(replicas=(2,))
+@program(replicas=(2,), whole="mean")
 def fit_run_eagerly(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, run_eagerly=True), epochs=2)
 
 
-@program(replicas=(2, 3))
+@program(replicas=(2, 3), whole="mean")
 def fit_metrics(strategy: tf.distribute.Strategy) -> Any:
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, activation="sigmoid")])
@@ -272,6 +275,8 @@ def fit_metrics(strategy: tf.distribute.Strategy) -> Any:
     replicas=(2, 3),
     eager=(),
     why="Keras weighs the losses of several outputs by the batch size only where it is static",
+    whole="mean",
+    whole_tolerance=TOLERANCE_LATER,
 )
 def fit_dict_inputs_and_outputs(strategy: tf.distribute.Strategy) -> Any:
     """Two named inputs, two named outputs with losses and weights of their own, regularization."""
@@ -301,7 +306,12 @@ def fit_dict_inputs_and_outputs(strategy: tf.distribute.Strategy) -> Any:
     return {**out, "predict": model.predict(data, verbose=0)}
 
 
-@program(replicas=(2,), eager=(), why="tapes add the gradients of several losses in another order than graphs do")
+@program(
+    replicas=(2,),
+    eager=(),
+    why="tapes add the gradients of several losses in another order than graphs do",
+    whole="sum",
+)
 def fit_added_losses(strategy: tf.distribute.Strategy) -> Any:
     """add_loss in a layer, and a metric updated in call."""
 
@@ -321,7 +331,7 @@ def fit_added_losses(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, build, lambda: keras.optimizers.SGD(0.05)))
 
 
-@program(replicas=(2,))
+@program(replicas=(2,), why_not_whole=OWN_STATISTICS)
 def fit_frozen_then_unfrozen(strategy: tf.distribute.Strategy) -> Any:
     """Compiled twice, the second time with fewer trainable weights; batch norm in inference mode."""
 
@@ -343,7 +353,12 @@ def fit_frozen_then_unfrozen(strategy: tf.distribute.Strategy) -> Any:
     return [first, _fit(strategy, model, epochs=2)]
 
 
-@program(replicas=(2,), eager=(), why="graphs fuse kernels and then round to bfloat16 in other places")
+@program(
+    replicas=(2,),
+    eager=(),
+    why="graphs fuse kernels and then round to bfloat16 in other places",
+    why_not_whole="every micro-batch's gradients are rounded to bfloat16",
+)
 def fit_mixed_bfloat16(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -358,7 +373,7 @@ def fit_mixed_bfloat16(strategy: tf.distribute.Strategy) -> Any:
 
 
 # --- Callbacks --------------------------------------------------------------------------------------------------------
-@program(replicas=(2,), core=True)
+@program(replicas=(2,), core=True, whole="mean")
 def fit_model_checkpoint(strategy: tf.distribute.Strategy) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         model = _compiled(strategy)
@@ -376,7 +391,7 @@ def fit_model_checkpoint(strategy: tf.distribute.Strategy) -> Any:
         return {**out, "files": files, "again": again, "best": by_path(model.variables)}
 
 
-@program(replicas=(2,))
+@program(replicas=(2,), whole="mean")
 def fit_callbacks(strategy: tf.distribute.Strategy) -> Any:
     """Early stopping with the best weights restored, schedules, a log, a callback that reads and writes variables."""
     seen: list[Any] = []
@@ -407,7 +422,7 @@ def fit_callbacks(strategy: tf.distribute.Strategy) -> Any:
     return {**out, "seen": arrays(seen), "header": header}
 
 
-@program(replicas=(2,), needs="tensorboard")
+@program(replicas=(2,), needs="tensorboard", whole="mean")
 def fit_tensorboard(strategy: tf.distribute.Strategy) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         model = _compiled(strategy)
@@ -422,7 +437,7 @@ def fit_tensorboard(strategy: tf.distribute.Strategy) -> Any:
     return {**out, "logged": logged}
 
 
-@program(replicas=(2,))
+@program(replicas=(2,), whole="mean")
 def fit_backup_and_restore(strategy: tf.distribute.Strategy) -> Any:
     """Interrupted in the third epoch, then resumed by a new model."""
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.programs._registry import ALL, arrays, batches, local, per_replica, program, rows
+from tests.programs._registry import ALL, UNDECLARED_SUMS, arrays, batches, local, per_replica, program, rows
 
 METHODS = ("assign", "assign_add", "assign_sub")
 AGGREGATIONS = {
@@ -62,20 +62,20 @@ def _cross(variables: dict[str, tf.Variable]) -> dict[str, np.ndarray]:
     return {name: variable.numpy() for name, variable in variables.items()}
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean")
 def variables_on_write(strategy: tf.distribute.Strategy) -> Any:
     variables = _make(strategy, ("sum", "mean", "first"))
     seen = _write_in_replicas(strategy, variables)
     return {"seen": seen, "after": _cross(variables), "own": per_replica(strategy, list(variables.values()))}
 
 
-@program()
+@program(whole="mean")
 def variables_on_write_integer(strategy: tf.distribute.Strategy) -> Any:
     variables = _make(strategy, ("sum", "first"), tf.int64)
     return {"seen": _write_in_replicas(strategy, variables), "after": _cross(variables)}
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean")
 def variables_none(strategy: tf.distribute.Strategy) -> Any:
     """Non-trainable, aggregation NONE: every replica keeps what it wrote; others see replica 0's."""
     variables = _make(strategy, ("none",))
@@ -93,7 +93,7 @@ def variables_none(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean")
 def variables_on_read(strategy: tf.distribute.Strategy) -> Any:
     variables = _make(strategy, ("sum", "mean", "first", "none"), synchronization=ON_READ)
     seen = _write_in_replicas(strategy, variables)
@@ -106,7 +106,7 @@ def variables_on_read(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
-@program()
+@program(whole="mean")
 def variables_on_read_cross_replica(strategy: tf.distribute.Strategy) -> Any:
     """Assigned in cross-replica context: eagerly, and in a tf.function."""
     out = []
@@ -128,7 +128,7 @@ def variables_on_read_cross_replica(strategy: tf.distribute.Strategy) -> Any:
     return out
 
 
-@program()
+@program(whole="mean")
 def variables_on_read_integer(strategy: tf.distribute.Strategy) -> Any:
     variables = _make(strategy, ("sum", "first"), tf.int64, synchronization=ON_READ)
     return {
@@ -138,7 +138,7 @@ def variables_on_read_integer(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
-@program()
+@program(whole="mean")
 def variables_read_in_function(strategy: tf.distribute.Strategy) -> Any:
     """Cross-replica reads inside the tf.function that also writes them in replicas."""
     variables = {
@@ -159,7 +159,7 @@ def variables_read_in_function(strategy: tf.distribute.Strategy) -> Any:
     return arrays([step() for _ in range(3)])
 
 
-@program()
+@program(whole="mean")
 def variables_python_values(strategy: tf.distribute.Strategy) -> Any:
     """Assigned values may be Python numbers and lists."""
     with strategy.scope():
@@ -178,7 +178,7 @@ def variables_python_values(strategy: tf.distribute.Strategy) -> Any:
     return arrays([mean.numpy(), none.numpy(), local_sum.numpy(), per_replica(strategy, [mean, none, local_sum])])
 
 
-@program()
+@program(whole="mean")
 def variables_overloads(strategy: tf.distribute.Strategy) -> Any:
     """Variables as tensors: operators, slices, gathers, conversions, in both contexts."""
     with strategy.scope():
@@ -213,7 +213,7 @@ def variables_overloads(strategy: tf.distribute.Strategy) -> Any:
     return {"own": own, "cross": cross, "facts": facts}
 
 
-@program()
+@program(whole="mean")
 def variables_scatter(strategy: tf.distribute.Strategy) -> Any:
     """Sparse updates of a mirrored variable."""
     with strategy.scope():
@@ -229,7 +229,7 @@ def variables_scatter(strategy: tf.distribute.Strategy) -> Any:
     return table.numpy()
 
 
-@program()
+@program(why_not_whole=UNDECLARED_SUMS)
 def variables_keras_layer_state(strategy: tf.distribute.Strategy) -> Any:
     """A layer with a counter and a random seed of its own, and a SeedGenerator used directly."""
 
@@ -256,7 +256,7 @@ def variables_keras_layer_state(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
-@program(replicas=ALL, core=True)
+@program(replicas=ALL, core=True, whole="mean", one_device=True)
 def random_generator(strategy: tf.distribute.Strategy) -> Any:
     """A tf.random.Generator made in scope has a stream per replica."""
     with strategy.scope():
@@ -265,7 +265,7 @@ def random_generator(strategy: tf.distribute.Strategy) -> Any:
     return [local(strategy, step()) for _ in range(3)]
 
 
-@program()
+@program(why_not_whole="the tensor of two entries that it gives to run is no batch")
 def variables_made_in_the_replica_function(strategy: tf.distribute.Strategy) -> Any:
     """Made in the first trace, under tf.function."""
     made: list[tf.Variable] = []
@@ -286,7 +286,7 @@ def variables_made_in_the_replica_function(strategy: tf.distribute.Strategy) -> 
     return [local(strategy, step(tf.constant([1.0, 3.0]))) for _ in range(3)]
 
 
-@program(core=True)
+@program(core=True, whole="mean")
 def variables_trainable_written_alike(strategy: tf.distribute.Strategy) -> Any:
     """Weights (trainable, aggregation NONE) to which every replica writes the same, as decay by hand does."""
     with strategy.scope():
