@@ -285,6 +285,7 @@ class Tracing:
             return tf.nest.is_nested(value) and any(self.varies(part) for part in tf.nest.flatten(value))
         if not hasattr(value, "graph"):
             return False
+        value = _unwrapped(value)
         if enclosing_function(value.graph, self.graph) is not None:
             return True
         stack = [value.op]
@@ -311,7 +312,7 @@ class Tracing:
         if op in self.collectives:
             return []
         if op.graph is self.graph or op.type != "Placeholder":
-            return [tensor.op for tensor in op.inputs if hasattr(tensor, "op")]
+            return [_unwrapped(tensor).op for tensor in op.inputs if hasattr(tensor, "op")]
         # An argument of a branch or loop: captured from further out, or a loop variable, which may be anything.
         outer = next((outer for outer, inner in op.graph.captures if inner.op is op), self.turn)
         return [outer.op] if isinstance(getattr(outer, "graph", None), _tf.FuncGraph) else []
@@ -341,6 +342,13 @@ class Tracing:
                     replacement = read()
             _tf.replace_tensor(op.outputs[0], replacement)
             self.redirected.append((op.outputs[0], replacement))
+
+
+def _unwrapped(tensor: tf.Tensor) -> tf.Tensor:
+    """What tf.custom_gradient has put into one IdentityN with all its other results and arguments."""
+    while tensor.op.type == "IdentityN":
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
 
 
 def watch_replicas(strategy: Any, function_name: str) -> Any:

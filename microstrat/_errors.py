@@ -305,6 +305,24 @@ def weight_for_replicas() -> RuntimeError:
     )
 
 
+def loss_not_as_declared(function: str, kind: str, declared: str) -> str:
+    other = "sum" if declared == "mean" else "mean"
+    return (
+        f"The loss that replica function {function!r} takes the gradient of is a {kind} over the rows of the "
+        f"micro-batch, but losses are declared to be {declared}s (loss_reduction={declared!r}): the whole batch's "
+        f"gradient comes out {'too small' if declared == 'mean' else 'too large'} by the number of micro-batches. Use "
+        f"loss_reduction={other!r}, or make the loss a {declared}."
+    )
+
+
+def loss_divided_by_a_sum(function: str) -> str:
+    return (
+        f"The loss that replica function {function!r} takes the gradient of is divided by a sum over the micro-batch's "
+        "rows that is not their number (of tokens, or weights). Micro-batches are weighted by rows, which is not the "
+        "same: call microstrat.set_weight(that sum) before the gradient."
+    )
+
+
 def gradient_of_inner_mean(function: str) -> str:
     return (
         f"Replica function {function!r} takes the gradient of a single number by tensors of the micro-batch. The number "

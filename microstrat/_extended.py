@@ -30,6 +30,11 @@ CHOICES = {"batch_norm_statistics": ("per_replica", "averaged"), "dropout_masks"
 """What may be chosen for what replicas keep apart; tf.distribute's own way first."""
 
 
+def _has_one_replica(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a strategy of ours runs one replica's batch in micro-batches."""
+    return isinstance(strategy.extended, MicroBatchExtended) and strategy.extended.reduces_axes_itself
+
+
 class MicroBatchExtended(_tf.StrategyExtended):
     """Implementation of MicroBatchStrategy; see tf.distribute.StrategyExtended for what each hook means."""
 
@@ -362,7 +367,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     # --- Inputs -------------------------------------------------------------------------------------------------------
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        _keras.build_from_specs(_inputs.spec_of_whole_batches)
+        _keras.build_while_tracing(_has_one_replica)
         return _inputs.distribute_dataset(self._container_strategy(), dataset, options)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:

@@ -72,14 +72,6 @@ def _wrap_spec(strategy: Any, element_spec: Any) -> Any:
     )
 
 
-def spec_of_whole_batches(dataset: Any) -> Any:
-    """Specs of the batches of a distributed dataset that is cut in micro-batches only; None for any other."""
-    if not isinstance(dataset, VirtualDistributedDataset) or dataset.num_replicas > 1:
-        return None
-    spec = dataset.spec_of_batches
-    return spec if all(isinstance(part, tf.TensorSpec) for part in tf.nest.flatten(spec)) else None
-
-
 class VirtualDistributedIterator(_tf.CompositeTensor, _tf.DistributedIteratorInterface):
     """Iterator over global batches: a tf.distribute.DistributedIterator."""
 
@@ -192,15 +184,6 @@ class VirtualDistributedDataset(_tf.DistributedDataset):
         for path, spec in _tf.flatten_with_paths(source.element_spec) if num_parts > 1 else ():
             if isinstance(spec, _PLAIN_SPECS) and spec.shape.rank == 0:
                 raise _errors.not_batched(_path_name(path), spec, num_parts)
-
-    @property
-    def num_replicas(self) -> int:
-        return self._strategy.num_replicas_in_sync
-
-    @property
-    def spec_of_batches(self) -> Any:
-        """Specs of the global batches, before they are cut."""
-        return self._source.element_spec
 
     @property
     def _type_spec(self) -> VirtualDistributedDatasetSpec:

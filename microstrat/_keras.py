@@ -150,25 +150,23 @@ def _name_of_loss() -> str:
 
 
 # --- Building models ------------------------------------------------------------------------------------------------------
-def build_from_specs(spec_of: Callable[[Any], Any]) -> None:
-    """Keeps `fit` from taking a batch of the data to build the model with.
+def build_while_tracing(is_one_replica: Callable[[Any], bool]) -> None:
+    """Keeps Keras from building models before they run, where there is one replica.
 
-    Under a strategy, Keras draws a batch for its shapes and drops it: a generator's first batch is lost, and a shuffled
-    dataset gives another order than without a strategy. The method that does is replaced for good; `spec_of(dataset)` says
-    what a distributed dataset yields, or None to leave things as they are.
+    Under a strategy Keras draws a batch, drops it, and calls the model on symbols of its shapes: a generator's first batch
+    is lost, a shuffled dataset gives another order, and a model that only its own train_step can call is refused. Without
+    one it builds models while it traces the first step, and so it can here. The method is replaced for good, and does
+    nothing for strategies of which `is_one_replica`.
     """
     for trainer in _classes("keras.src.backend.tensorflow.trainer:TensorFlowTrainer"):
         method = getattr(trainer, "_maybe_symbolic_build", None)
         if method is not None and not hasattr(method, "stock"):
-            setattr(trainer, "_maybe_symbolic_build", _building(method, spec_of))  # noqa: B010 - private, and patched on purpose
+            setattr(trainer, "_maybe_symbolic_build", _building(method, is_one_replica))  # noqa: B010 - a private name
 
 
-def _building(stock: Callable[..., Any], spec_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    def maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        spec = None if iterator is None else spec_of(getattr(iterator, "_distributed_dataset", None))
-        if spec is None:
-            return stock(self, iterator=iterator, data_batch=data_batch)
-        return stock(self, data_batch=spec)
+def _building(stock: Callable[..., Any], is_one_replica: Callable[[Any], bool]) -> Callable[..., Any]:
+    def maybe_symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if is_one_replica(self.distribute_strategy) else stock(self, *args, **kwargs)
 
     maybe_symbolic_build.stock = stock  # pyright: ignore[reportFunctionMemberAccess]
     return maybe_symbolic_build

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _errors, _keras, _tf, _values
+from microstrat import _context, _degrees, _errors, _keras, _tf, _values
 
 LOSS_REDUCTIONS = ("mean", "sum")
 _EXTREMES = {"Maximum": "max", "Minimum": "min"}
@@ -283,8 +283,12 @@ class WholeBatch(_context.Tracing):
         if self.loss_reduction == "mean":
             given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)
             output_gradients = [self._cotangent(*pair) for pair in zip(targets, given, strict=True)]
-            if not any(owned) and not all(_has_row_axis(one) for one in targets):
+            if not any(owned) and not all(_degrees.has_row_axis(one) for one in targets):
                 self.strategy.extended.announce("inner gradient", _errors.gradient_of_inner_mean(self.function_name))
+        elif any(owned):
+            for one in targets:
+                if not _degrees.has_row_axis(one):
+                    self._check_declared(one)
         self._taking_gradient = True
         try:
             gradients = compute(targets, flat, output_gradients=output_gradients, **options)
@@ -297,8 +301,24 @@ class WholeBatch(_context.Tracing):
         return tf.nest.pack_sequence_as(sources, summed)
 
     def _cotangent(self, target: Any, given: Any) -> Any:
-        cotangent = tf.ones_like(target) if given is None else given
-        return cotangent if _has_row_axis(target) else self._weigh(cotangent)
+        if not _degrees.has_row_axis(target):
+            self._check_declared(target)
+            return self._weigh(tf.ones_like(target) if given is None else given)
+        if given is None:
+            return tf.ones_like(target)
+        # A cotangent worked out by hand for a mean is divided by the micro-batch's rows, not by the batch's.
+        by_hand = isinstance(given, tf.Tensor) and _degrees.is_divided_by_rows(given, self.varies)
+        return self._weigh(given) if by_hand else given
+
+    def _check_declared(self, target: tf.Tensor) -> None:
+        """Announces a loss that certainly is not what losses are declared to be."""
+        kind = _degrees.kind_of(target, self.varies) if self.varies(target) else _degrees.Kind.UNKNOWN
+        is_other = kind is (_degrees.Kind.SUM if self.loss_reduction == "mean" else _degrees.Kind.MEAN)
+        if is_other:
+            message = _errors.loss_not_as_declared(self.function_name, kind.value, self.loss_reduction)
+            self.strategy.extended.announce("loss reduction", message)
+        elif kind is _degrees.Kind.RATIO and self.loss_reduction == "mean" and self._weight is None:
+            self.strategy.extended.announce("loss weight", _errors.loss_divided_by_a_sum(self.function_name))
 
     def _differentiable_total(self, value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices) or not _tf.tape_is_recording():
@@ -320,13 +340,18 @@ class WholeBatch(_context.Tracing):
         value = tf.convert_to_tensor(value, dtype=variable.dtype)
         if not self.varies(value):
             return value
-        if _has_row_axis(value):
+        if _degrees.has_row_axis(value):
             raise _errors.rows_assigned(variable.name, value.shape, self.function_name)
         if not (value.dtype.is_floating or value.dtype.is_complex or value.dtype.is_integer):
             raise _errors.cannot_combine(variable.name, value.dtype.name, self.function_name)
+        kind = self._kind_of_change(variable, value)
+        if kind is _degrees.Kind.MEAN and value.dtype.is_floating:
+            layer = _keras.batch_normalization_updating(variable)
+            return self.mean(value) if layer is None else self._combine_batch_norm(layer, variable, method, value)
         if self.loss_reduction == "mean" and _keras.scalar_mean_updating(variable, self.varies):
             return self.mean(value)
-        if variable.aggregation == tf.VariableAggregation.SUM or value.dtype.is_integer:
+        declared = variable.aggregation == tf.VariableAggregation.SUM or value.dtype.is_integer
+        if declared or kind is _degrees.Kind.SUM:
             return self._combine_sum(variable, method, value)
         layer = _keras.batch_normalization_updating(variable)
         if layer is not None:
@@ -335,10 +360,23 @@ class WholeBatch(_context.Tracing):
             self.strategy.extended.announce(variable.name, _errors.mean_assigned(variable.name, self.function_name))
         return self.mean(value)
 
+    def _kind_of_change(self, variable: Any, value: tf.Tensor) -> _degrees.Kind:
+        """What a value that is assigned, or added, is over rows, apart from what all micro-batches have in common."""
+        if variable.aggregation == tf.VariableAggregation.MEAN:
+            return _degrees.Kind.UNKNOWN  # what is declared goes
+        _, varying = self._terms(value)
+        return _degrees.kind_of(_add(varying), self.varies)
+
     def _combine_sum(self, variable: Any, method: str, value: tf.Tensor) -> tf.Tensor:
         uniform, varying = self._terms(value)
         if method != "assign" or not self._reads(variable, _add(varying)):
-            if method == "assign" and not uniform and variable.aggregation != tf.VariableAggregation.SUM:
+            certain = self._kind_of_change(variable, value) is _degrees.Kind.SUM
+            if (
+                method == "assign"
+                and not uniform
+                and not certain
+                and variable.aggregation != tf.VariableAggregation.SUM
+            ):
                 self.strategy.extended.announce(variable.name, _errors.sum_assigned(variable.name, self.function_name))
             return self.total(value)
         op = _see_through(value).op
@@ -407,11 +445,6 @@ class WholeBatch(_context.Tracing):
             most = self.turns.most
             return draw.key_for(_context.live_replica_id() * most + turn, self.num_replicas * most)
         return draw.key_for(_context.live_turn(), self.turns.most) if own_micro_batch else None
-
-
-def _has_row_axis(value: Any) -> bool:
-    """Rows of a micro-batch are the only size that is unknown while tracing."""
-    return bool(value.shape.rank) and value.shape[0] is None
 
 
 def _add(terms: Sequence[tf.Tensor]) -> tf.Tensor:

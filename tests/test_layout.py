@@ -11,7 +11,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "microstrat"
 # Each may import those after it.
 LAYERS = [
     "__init__", "_scope", "_strategy", "_extended", "_inputs", "_lower", "_eager", "_trace", "_variables", "_whole",
-    "_context", "_arguments", "_values", "_rows", "_branches", "_kinds", "_plan", "_keras", "_tf", "_errors",
+    "_context", "_arguments", "_values", "_rows", "_branches", "_degrees", "_kinds", "_plan", "_keras", "_tf", "_errors",
 ]  # fmt: skip
 
 

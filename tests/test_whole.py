@@ -207,9 +207,91 @@ def test_the_mean_of_a_plain_variable_is_announced_once() -> None:
         UserWarning, match=r"variable 'state:0' .* mean over micro-batches.*SUM; MEAN silences"
     ) as caught:
         for _ in range(2):
-            run(ours, lambda x: state.assign(0.5 * state + tf.reduce_mean(x)), ROWS)
+            run(ours, lambda x: state.assign(0.5 * state + tf.reduce_max(x)), ROWS)
     assert len(caught) == 1
-    assert state.numpy() == pytest.approx(4.5)
+    assert state.numpy() == pytest.approx(1.5 * (2 * 2 + 5 * 2 + 4) / 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda x: tf.reduce_sum(x), 15.0),
+        (lambda x: 2.0 * tf.reduce_sum(x[:, 0]), 30.0),
+        (lambda x: tf.reduce_mean(x), 3.0),
+        (lambda x: tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], tf.float32), 3.0),
+        (lambda x: tf.reduce_sum(x / tf.cast(tf.shape(x)[0], tf.float32)), 3.0),
+        (lambda x: tf.reduce_mean(x) * tf.cast(tf.size(x), tf.float32), 15.0),
+        (lambda x: tf.cast(tf.shape(x)[0], tf.float32), 5.0),
+    ],
+)
+@pytest.mark.parametrize("aggregation", ["NONE", "SUM"])
+def test_sums_and_means_over_rows_are_known(change: Any, expected: float, aggregation: str) -> None:
+    """The graph says which it is: a variable need not."""
+    ours = strategy()
+    added, assigned = variable(ours, 1.0, aggregation), variable(ours, 1.0, aggregation)
+
+    def step(x: tf.Tensor) -> None:
+        added.assign_add(change(x))
+        assigned.assign(change(x))
+
+    run(ours, step, ROWS)
+    assert added.numpy() == pytest.approx(1.0 + expected)
+    assert assigned.numpy() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("loss_reduction", "loss", "message"),
+    [
+        (
+            "mean",
+            lambda x: tf.reduce_sum(x) / 5.0,
+            "is a sum over the rows .* declared to be means.*loss_reduction='sum'",
+        ),
+        ("sum", lambda x: tf.reduce_mean(x), "is a mean over the rows .* declared to be sums.*loss_reduction='mean'"),
+        ("mean", lambda x: tf.reduce_sum(x * x) / tf.reduce_sum(x), r"divided by a sum .* microstrat\.set_weight"),
+    ],
+)
+def test_losses_that_contradict_the_declaration_are_announced(loss_reduction: str, loss: Any, message: str) -> None:
+    ours = strategy(loss_reduction=loss_reduction)
+    with ours.scope():
+        weight = tf.Variable(1.0)
+
+    def step(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            value = loss(x) * weight
+        return tape.gradient(value, weight)
+
+    with pytest.warns(UserWarning, match=message):
+        run(ours, step, ROWS)
+
+
+def test_cotangents_worked_out_by_hand() -> None:
+    ours = strategy()
+    with ours.scope():
+        weight = tf.Variable(1.0)
+
+    def step(x: tf.Tensor) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            y = x * weight
+        each = tf.ones_like(y)
+        return (
+            tape.gradient(y, weight, output_gradients=each),
+            tape.gradient(y, weight, output_gradients=each / tf.cast(tf.shape(x)[0], tf.float32)),
+        )
+
+    total, mean = run(ours, step, ROWS)
+    assert (total.numpy(), mean.numpy()) == (15.0, pytest.approx(3.0))
+
+
+def test_a_queue_of_gathered_rows() -> None:
+    ours = strategy()
+    queue = variable(ours, tf.zeros([3, 1]))
+
+    def step(x: tf.Tensor) -> None:
+        queue.assign(tf.concat([queue, context().all_gather(x, axis=0)], 0)[-3:])
+
+    run(ours, step, ROWS)
+    np.testing.assert_array_equal(queue, ROWS[-3:])
 
 
 @pytest.mark.parametrize(
@@ -308,7 +390,8 @@ def test_a_loss_divided_by_tokens_needs_their_number() -> None:
     assert token_gradient(1, weigh=False) == pytest.approx(whole)
     assert token_gradient(2, weigh=True) == pytest.approx(whole)
     assert token_gradient(4, weigh=True) == pytest.approx(whole)
-    loss, gradient = token_gradient(2, weigh=False)
+    with pytest.warns(UserWarning, match=r"divided by a sum .* microstrat\.set_weight"):
+        loss, gradient = token_gradient(2, weigh=False)
     assert abs(loss / whole[0] - 1) > 0.02
     assert abs(gradient / whole[1] - 1) > 0.02
 
