@@ -403,6 +403,22 @@ def eager_batch_whole(function: str) -> str:
     )
 
 
+def varying_write_outside(function: str, operation: str, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"Replica function {function!r} writes a value that depends on the micro-batch to a variable that was not made "
+        f"in the strategy's scope ({operation}{where}). Make it there (metrics and optimizers too): then the "
+        "micro-batches' values are put together."
+    )
+
+
+def stateful_rnn(layer: str) -> RuntimeError:
+    return RuntimeError(
+        f"Layer {layer!r} is a stateful RNN: it keeps a state for each row of the batch. A micro-batch has some of the "
+        "rows only, so such a layer cannot be cut into micro-batches. Use stateful=False, or replicas= with batches of "
+        "fixed size."
+    )
+
+
 def varying_write_of_micro_batches(variable: str, function: str, operation: str, where: str) -> RuntimeError:
     return RuntimeError(
         f"In replica function {function!r}, variable {variable!r} is written in a way that depends on the micro-batch "

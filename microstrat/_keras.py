@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from microstrat import _errors
 from microstrat._tf import tape_is_recording
 
 _MEANS = ("mean", "sum_over_batch_size", "auto")
@@ -233,6 +234,9 @@ def whole_batch_losses(combiner: Combiner, loss_reduction: str) -> Iterator[None
         for module, name, make in patches:
             if module in loaded:
                 stack.enter_context(_replaced(loaded[module], name, functools.partial(make, combiner)))
+        for kind in ("keras.src.layers.rnn.rnn:RNN", "tf_keras.src.layers.rnn.base_rnn:RNN"):
+            for layer in _classes(kind):
+                stack.enter_context(_replaced(layer, "call", _not_stateful))
         for layer in _classes("keras.src.layers.layer:Layer") if not is_sum else ():
             if not _divides_activity_losses(layer):
                 stack.enter_context(_replaced(layer, "add_loss", functools.partial(_activity, combiner)))
@@ -314,6 +318,16 @@ def _as_declared(loss: tf.Tensor, reduction: Any, combiner: Combiner, *, is_sum:
 def _divides_activity_losses(layer: type) -> bool:
     """Whether activity regularizers are divided by the batch size: Keras 3.15 does, 3.12 does not; no version says so."""
     return "divide_no_nan" in inspect.getsource(layer.__call__)
+
+
+def _not_stateful(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.stateful:
+            raise _errors.stateful_rnn(self.name)
+        return stock(self, *args, **kwargs)
+
+    return call
 
 
 def _activity(combiner: Combiner, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -76,6 +76,12 @@ class Kinds:
         return "Assert" in self.stateful_types(op)
 
 
+def writes_variables(kind: str) -> bool:
+    """Whether operations of a type write a variable, as opposed to a table, a queue or another resource."""
+    return (kind.endswith("VariableOp") and kind.startswith("Assign")) or kind.startswith(("ResourceScatter", "ResourceApply",
+        "ResourceSparseApply", "ResourceStridedSliceAssign"))  # fmt: skip
+
+
 def writes(op: tf.Operation) -> list[tf.Tensor]:
     """The resource handles that `op` may write to."""
     return [] if op.type in _FOLLOWS_INPUTS or not _tf.is_stateful(op) else _tf.written_resources(op)

@@ -289,8 +289,10 @@ def varying_writes(
                 continue
             handle = outer_of.get(id(tensor), tensor)
             owner = owner_of(handle)
-            if owner is None or trace.tracing.writes_in_order(op, owner):
+            if trace.tracing.writes_in_order(op, owner):
                 continue
+            if owner is None:
+                raise _errors.varying_write_outside(trace.tracing.function_name, op.type, where(op))
             if not (trace.tracing.rows_per_turn and owner.handle_is_rows(handle)):
                 found.append((owner, op))
     return found

@@ -22,11 +22,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _degrees, _errors, _keras, _tf, _values
+from microstrat import _context, _degrees, _errors, _keras, _kinds, _tf, _values
 
 LOSS_REDUCTIONS = ("mean", "sum")
 _EXTREMES = {"Maximum": "max", "Minimum": "min"}
-_GENERATORS = ("RngReadAndSkip", "RngSkip", "StatefulUniform")
+_GENERATORS = frozenset({"RngReadAndSkip", "RngSkip", "StatefulUniform"})
 
 
 class WholeBatch(_context.Tracing):
@@ -72,8 +72,9 @@ class WholeBatch(_context.Tracing):
         return value
 
     def writes_in_order(self, op: tf.Operation, owner: Any) -> bool:
-        """Random generators go on from micro-batch to micro-batch; all else of the strategy's is written once."""
-        return owner is None or op.type in _GENERATORS
+        """Random generators go on from micro-batch to micro-batch, and so do tables; a variable is written once."""
+        types = self.kinds.stateful_types(op)
+        return types <= _GENERATORS if owner is not None else not any(_kinds.writes_variables(kind) for kind in types)
 
     # --- What a micro-batch weighs ------------------------------------------------------------------------------------
     def fraction(self) -> tf.Tensor:
@@ -140,17 +141,22 @@ class WholeBatch(_context.Tracing):
         if not self.varies_anywhere(value):
             return value
         if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(
-                self.collect(_context.Collective("concat"), value.values),
-                self.collect(_context.Collective("concat"), value.indices),
-                value.dense_shape,
-            )
+            return self._total_slices(value)
         value = tf.convert_to_tensor(value)
         if value.op.type == "Pack" and value.graph is self.graph and not all(self.varies(t) for t in value.op.inputs):
             return tf.stack([self.total(part) for part in value.op.inputs], value.op.get_attr("axis"))
         uniform, varying = self._terms(value)
         total = self.collect(_context.Collective("sum"), _add(varying))
         return _add([*uniform, total])
+
+    def _total_slices(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        values = self.collect(_context.Collective("concat"), slices.values)
+        indices = self.collect(_context.Collective("concat"), slices.indices)
+        if _see_through(slices.indices).op.type == "Unique":
+            # Each index stood there once, so it does for the whole batch: optimizers square slice by slice.
+            unique, position = tf.unique(indices)
+            values, indices = tf.math.unsorted_segment_sum(values, position, tf.size(unique)), unique
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
 
     def _terms(self, value: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The terms of a sum: those that all micro-batches have in common (a regularizer's), and the others."""
@@ -463,9 +469,13 @@ def _summands(op: tf.Operation) -> Sequence[tf.Tensor]:
 
 def _see_through(tensor: tf.Tensor) -> tf.Tensor:
     """What a tensor is, past operations that change nothing."""
-    while tensor.op.type == "Identity" or (tensor.op.type == "Sum" and tensor.op.inputs[0].shape.rank == 0):
-        tensor = tensor.op.inputs[0]
-    return tensor
+    while True:
+        op = tensor.op
+        source = op.inputs[0] if op.inputs else tensor
+        nothing = op.type == "Identity" or (op.type == "Sum" and source.shape.rank == 0)
+        if not nothing and not (op.type == "Reshape" and source.shape.rank == tensor.shape.rank == 1):
+            return tensor
+        tensor = source
 
 
 class WholeBatchContext(_context.SymbolicReplicaContext):

@@ -525,3 +525,69 @@ def test_a_sum_before_the_loss_does_not_keep_the_forward_pass() -> None:
     _, plan = masked_step(4)
     assert len(plan.stages[1].nodes) < 30 < len(plan.stages[3].nodes)
     assert len(plan.carries) <= 3
+
+
+# --- Variables made elsewhere -----------------------------------------------------------------------------------------
+def test_variables_made_outside_the_scope() -> None:
+    """What does not depend on the micro-batch happens once; what does cannot be put together, and is refused."""
+    ours, counter = strategy(), tf.Variable(0)
+    optimizer = keras.optimizers.SGD(0.1)
+    with ours.scope():
+        weight = keras.Variable(1.0)
+
+    def step(x: tf.Tensor) -> None:
+        counter.assign_add(1)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(x * weight)
+        optimizer.apply([tape.gradient(loss, weight.value)], [weight])
+
+    run(ours, step, ROWS)
+    assert (counter.numpy(), int(optimizer.iterations), float(weight)) == (1, 1, pytest.approx(0.7))
+    with pytest.raises(RuntimeError, match=r"not made in the strategy's scope \(AssignAddVariableOp"):
+        run(ours, lambda x: counter.assign_add(tf.shape(x)[0]), ROWS)
+
+
+def test_tables_made_outside_the_scope() -> None:
+    ours, table = strategy(), tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+    def step(x: tf.Tensor) -> None:
+        keys = tf.cast(x[:, 0], tf.int64)
+        table.insert(keys, table.lookup(keys) + x[:, 0])
+
+    for _ in range(2):
+        run(ours, step, ROWS)
+    assert dict(zip(*(part.numpy().tolist() for part in table.export()), strict=True)) == {
+        1: 2,
+        2: 4,
+        3: 6,
+        4: 8,
+        5: 10,
+    }
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_stateful_rnns_are_refused(number: int) -> None:
+    with microstrat.scope(micro_batches=number):
+        layers = [keras.Input(batch_shape=(8, 4, 3)), keras.layers.LSTM(4, stateful=True, name="memory")]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match="Layer 'memory' is a stateful RNN"):
+        model.predict(np.zeros((8, 4, 3)), batch_size=8, verbose=0)
+
+
+def test_slices_that_are_unique_stay_unique() -> None:
+    """Sparse inputs: every column that occurs has one slice, however often it occurs."""
+    ours = strategy(2)
+    with ours.scope():
+        table = tf.Variable(tf.ones([4, 1]))
+
+    def step(ids: tf.Tensor) -> Any:
+        unique, _ = tf.unique(ids)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, unique)) / tf.cast(tf.shape(ids)[0], tf.float32)
+        gradient = tape.gradient(loss, table)
+        return gradient.indices, gradient.values
+
+    indices, values = run(ours, step, tf.constant([3, 1, 1, 2]))
+    assert indices.numpy().tolist() == [3, 1, 2]
+    np.testing.assert_allclose(values[:, 0], [0.25, 0.5, 0.25])
