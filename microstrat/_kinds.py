@@ -76,10 +76,12 @@ class Kinds:
         return "Assert" in self.stateful_types(op)
 
 
+_VARIABLE_WRITES = ("ResourceScatter", "ResourceApply", "ResourceSparseApply", "ResourceStridedSliceAssign")
+
+
 def writes_variables(kind: str) -> bool:
     """Whether operations of a type write a variable, as opposed to a table, a queue or another resource."""
-    return (kind.endswith("VariableOp") and kind.startswith("Assign")) or kind.startswith(("ResourceScatter", "ResourceApply",
-        "ResourceSparseApply", "ResourceStridedSliceAssign"))  # fmt: skip
+    return kind.startswith(_VARIABLE_WRITES) or (kind.startswith("Assign") and kind.endswith("VariableOp"))
 
 
 def writes(op: tf.Operation) -> list[tf.Tensor]:

@@ -56,7 +56,7 @@ class Session:
     def reference(kind: str, number: int, name: str) -> tuple[str, int, str]:
         """The job that a job is compared with."""
         reference = worker.REFERENCES[kind]
-        return reference, 1 if reference == "plain" else number, name
+        return reference, number if reference == "mirrored" else 1, name
 
     def outcome(self, kind: str, number: int, name: str) -> dict[str, Any]:
         """The outcome of a job, as `tests.worker.write` describes it; waits for its process."""

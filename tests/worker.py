@@ -16,8 +16,8 @@ import time
 import traceback
 from typing import Any
 
-REFERENCES = {"looped": "mirrored", "eager": "mirrored", "whole": "plain"}
-"""Kinds of runs, and what each is compared with. N is the number of replicas; of "whole", of micro-batches."""
+REFERENCES = {"looped": "mirrored", "eager": "mirrored", "whole": "plain", "whole-eager": "plain-eager"}
+"""Kinds of runs, and what each is compared with. N is the number of replicas; of the last two, of micro-batches."""
 
 
 def result_file(directory: pathlib.Path, job: str) -> pathlib.Path:
@@ -50,9 +50,9 @@ def make_strategy(kind: str, number: int, name: str) -> Any:
     entry = programs.PROGRAMS[name]
     if kind == "mirrored":
         return mirrored(number)
-    if kind == "plain":
+    if kind in ("plain", "plain-eager"):
         return tf.distribute.OneDeviceStrategy("CPU:0") if entry.one_device else tf.distribute.get_strategy()
-    if kind == "whole":
+    if kind in ("whole", "whole-eager"):
         return microstrat.MicroBatchStrategy(number, semantics="whole_batch", loss_reduction=entry.whole)
     return microstrat.MicroBatchStrategy(number)
 
@@ -66,7 +66,7 @@ def run(kind: str, number: int, name: str) -> dict[str, Any]:
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(7)
-    tf.config.run_functions_eagerly(kind == "eager")
+    tf.config.run_functions_eagerly(kind.endswith("eager"))
     start, start_cpu = time.perf_counter(), time.process_time()
     try:
         outcome = {"results": programs.PROGRAMS[name].run(make_strategy(kind, number, name))}
@@ -79,7 +79,7 @@ def is_exact(kind: str, number: int) -> bool:
     """Whether two runs must agree in every bit."""
     from tests import programs
 
-    return kind not in ("plain", "whole") and number in programs.EXACT
+    return kind in ("mirrored", "looped", "eager") and number in programs.EXACT
 
 
 def configure(number_of_devices: int, optimize_graphs: bool) -> None:

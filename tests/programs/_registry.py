@@ -36,8 +36,8 @@ MirroredStrategy adds the replicas' values in the order of its ring, MicroBatchS
 """
 WHOLE = (4, 5)
 """Numbers of micro-batches that whole batches are cut in: 24 rows in 6 each, and in 5, 5, 5, 5 and 4."""
-WHOLE_MORE = (4, 5, 16)
-"""With 16, two rows make 12 micro-batches, and there are no more."""
+WHOLE_MORE = (1, 4, 5, 16)
+"""Not cut at all, too; and with 16, two rows make 12 micro-batches, and there are no more."""
 TOLERANCE_LATER = 1e-5
 """Whole batches after many steps, or where long sums cancel: in float64, the same programs agree to 1e-10.
 
