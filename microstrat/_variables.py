@@ -310,6 +310,19 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return super().assign_sub(combined(self, "assign_sub", value), *args, **kwargs)
 
+    def scatter_nd_add(self, *args: Any, **kwargs: Any) -> Any:
+        return self._of_one_replica("scatter_nd_add")(*args, **kwargs)
+
+    def scatter_nd_sub(self, *args: Any, **kwargs: Any) -> Any:
+        return self._of_one_replica("scatter_nd_sub")(*args, **kwargs)
+
+    def scatter_nd_update(self, *args: Any, **kwargs: Any) -> Any:
+        return self._of_one_replica("scatter_nd_update")(*args, **kwargs)
+
+    def _of_one_replica(self, method: str) -> Callable[..., Any]:
+        """A method that tf.distribute's variables lack: of one replica there is one variable, which has it."""
+        return getattr(self._primary if self.num_replicas == 1 else super(), method)
+
     def _assume_shared(self, *, writing: bool) -> None:
         """Notes the functions being traced: they are out of date once the variable gets a value per replica."""
         tracing = _context.current_tracing()

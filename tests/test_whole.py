@@ -527,6 +527,15 @@ def test_a_sum_before_the_loss_does_not_keep_the_forward_pass() -> None:
     assert len(plan.carries) <= 3
 
 
+def test_scattering_into_a_variable() -> None:
+    ours = strategy()
+    queue = variable(ours, tf.zeros([3]))
+    run(ours, lambda x: queue.scatter_nd_update([[1]], context().all_reduce("SUM", tf.reduce_sum(x))[tf.newaxis]), ROWS)
+    np.testing.assert_array_equal(queue, [0.0, 15.0, 0.0])
+    with pytest.raises(RuntimeError, match="by scattering"):
+        run(ours, lambda x: queue.scatter_nd_update([[1]], tf.reduce_sum(x)[tf.newaxis]), ROWS)
+
+
 # --- Variables made elsewhere -----------------------------------------------------------------------------------------
 def test_variables_made_outside_the_scope() -> None:
     """What does not depend on the micro-batch happens once; what does cannot be put together, and is refused."""
