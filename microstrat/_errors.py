@@ -230,17 +230,22 @@ def cannot_add_composite(value: Any) -> TypeError:
     return TypeError(f"reduce('SUM', ...) is not defined for {type(value).__name__} batches.")
 
 
-def not_batched(path: str, spec: Any, num_replicas: int) -> ValueError:
+def _parts(number: int, num_replicas: int) -> str:
+    return f"{number} replicas" if num_replicas > 1 else f"{number} micro-batches"
+
+
+def not_batched(path: str, spec: Any, number: int, num_replicas: int) -> ValueError:
     return ValueError(
-        f"The dataset's component {path} is {spec}, which has no batch dimension to split over {num_replicas} replicas. "
-        "Call dataset.batch(global_batch_size) first."
+        f"The dataset's component {path} is {spec}, which has no batch dimension to split over "
+        f"{_parts(number, num_replicas)}. Call dataset.batch(batch_size) first, with all the rows of one optimizer step."
     )
 
 
-def no_common_rows(counts: dict[str, int], num_replicas: int) -> ValueError:
+def no_common_rows(counts: dict[str, int], number: int, num_replicas: int) -> ValueError:
     return ValueError(
         f"The dataset's components have different numbers of rows in one batch ({counts}); a batch is split over "
-        f"{num_replicas} replicas by rows, so all components need the same number."
+        f"{_parts(number, num_replicas)} by rows, so all components need the same number. Capture constants in the "
+        "function, or repeat them for every row."
     )
 
 

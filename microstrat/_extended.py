@@ -339,7 +339,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         def reduce(part: Any) -> Any:
             if isinstance(part, _values.PerReplica) and not isinstance(part, _tf.DistributedVariable):
                 return part.reduce_axis(is_sum, axis)
-            return (tf.reduce_sum if is_sum else tf.reduce_mean)(part, axis)
+            return _values.reduce_axis(tf.convert_to_tensor(part), is_sum, axis)
 
         return tf.nest.map_structure(reduce, value)
 

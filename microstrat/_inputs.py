@@ -25,14 +25,14 @@ def _wrap(strategy: Any, element: Any) -> Any:
     rows: dict[str, int] = {}
     wrapped = []
     for path, value in _tf.flatten_with_paths(element):
-        if isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
+        if isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and value.shape.rank != 0:
             count = _rows.static_rows(value)
             if count is not None:
                 rows[_path_name(path)] = count
             value = strategy.extended.cut(value)
         wrapped.append(value)
     if len(set(rows.values())) > 1:
-        raise _errors.no_common_rows(rows, num_parts)
+        raise _errors.no_common_rows(rows, num_parts, strategy.num_replicas_in_sync)
     return tf.nest.pack_sequence_as(element, wrapped)
 
 
@@ -62,12 +62,16 @@ def _path_name(path: Sequence[Any]) -> str:
     return "/".join(str(part) for part in path) or "batch"
 
 
+def _is_cut(spec: Any) -> bool:
+    return isinstance(spec, _PLAIN_SPECS) and spec.shape.rank != 0
+
+
 def _wrap_spec(strategy: Any, element_spec: Any) -> Any:
     num_parts, kind = strategy.extended.num_parts, strategy.extended.kind_of_cut
     if num_parts == 1:
         return element_spec
     return tf.nest.map_structure(
-        lambda spec: _values.PerReplicaSpec(kind, num_parts, "", spec) if isinstance(spec, _PLAIN_SPECS) else spec,
+        lambda spec: _values.PerReplicaSpec(kind, num_parts, "", spec) if _is_cut(spec) else spec,
         element_spec,
     )
 
@@ -180,10 +184,15 @@ class VirtualDistributedDataset(_tf.DistributedDataset):
     def __init__(self, strategy: Any, source: Any):
         self._strategy = strategy
         self._source = source
-        num_parts = strategy.extended.num_parts
-        for path, spec in _tf.flatten_with_paths(source.element_spec) if num_parts > 1 else ():
-            if isinstance(spec, _PLAIN_SPECS) and spec.shape.rank == 0:
-                raise _errors.not_batched(_path_name(path), spec, num_parts)
+        num_parts, num_replicas = strategy.extended.num_parts, strategy.num_replicas_in_sync
+        parts = [
+            (path, spec) for path, spec in _tf.flatten_with_paths(source.element_spec) if isinstance(spec, _PLAIN_SPECS)
+        ]
+        numbers = [(path, spec) for path, spec in parts if spec.shape.rank == 0]
+        # Between replicas everything is split; one replica's batch may have a number beside its rows.
+        if numbers and num_parts > 1 and (num_replicas > 1 or len(numbers) == len(parts)):
+            path, spec = numbers[0]
+            raise _errors.not_batched(_path_name(path), spec, num_parts, num_replicas)
 
     @property
     def _type_spec(self) -> VirtualDistributedDatasetSpec:

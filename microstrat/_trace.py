@@ -270,7 +270,8 @@ def _foreign_writes(
                 tensor = tensor.op.inputs[0]
             outer = outer_of.get(id(tensor))
             owner = None if outer is None else owner_of(outer)
-            if tracing.writes_in_order(op, owner) and op not in tracing.graph.cross_replica_ops:
+            own = tracing.draws_per_turn or any(tracing.varies(source) for source in op.inputs)
+            if own and tracing.writes_in_order(op, owner) and op not in tracing.graph.cross_replica_ops:
                 found.add(resource_of(tensor, outer_of))
     return found
 

@@ -341,7 +341,7 @@ class MicroBatches(BatchRows):
         return self.batch
 
     def reduce_axis(self, is_sum: bool, axis: Any) -> Any:
-        return (tf.reduce_sum if is_sum else tf.reduce_mean)(self.batch, axis)
+        return reduce_axis(self.batch, is_sum, axis)
 
     reduce_mean = reduce_sum
 
@@ -467,7 +467,7 @@ class ConcatenatedRows(Concatenated):
         return self.flat
 
     def reduce_axis(self, is_sum: bool, axis: Any) -> Any:
-        return (tf.reduce_sum if is_sum else tf.reduce_mean)(self.flat, axis)
+        return reduce_axis(self.flat, is_sum, axis)
 
     reduce_mean = reduce_sum
 
@@ -554,6 +554,13 @@ class Separate(PerReplica):
         if self.weights is not None and not isinstance(self._separate[0], tf.IndexedSlices):
             return super().reduce_mean()
         return divide_by_replicas(add_values(self._separate), self.num_replicas)
+
+
+def reduce_axis(value: tf.Tensor, is_sum: bool, axis: Any) -> tf.Tensor:
+    """Sum or mean over an axis, or several; the mean of integers is float64."""
+    if is_sum:
+        return tf.reduce_sum(value, axis)
+    return tf.reduce_mean(tf.cast(value, tf.float64) if value.dtype.is_integer else value, axis)
 
 
 def weighted_mean(stack: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:

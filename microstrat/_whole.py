@@ -363,8 +363,11 @@ class WholeBatch(_context.Tracing):
         if layer is not None:
             return self._combine_batch_norm(layer, variable, method, value)
         if variable.aggregation != tf.VariableAggregation.MEAN:
-            self.strategy.extended.announce(variable.name, _errors.mean_assigned(variable.name, self.function_name))
+            self._announce(variable, _errors.mean_assigned(variable.name, self.function_name))
         return self.mean(value)
+
+    def _announce(self, variable: Any, message: str) -> None:
+        self.strategy.extended.announce(f"variable {id(variable)}", message)
 
     def _kind_of_change(self, variable: Any, value: tf.Tensor) -> _degrees.Kind:
         """What a value that is assigned, or added, is over rows, apart from what all micro-batches have in common."""
@@ -383,7 +386,7 @@ class WholeBatch(_context.Tracing):
                 and not certain
                 and variable.aggregation != tf.VariableAggregation.SUM
             ):
-                self.strategy.extended.announce(variable.name, _errors.sum_assigned(variable.name, self.function_name))
+                self._announce(variable, _errors.sum_assigned(variable.name, self.function_name))
             return self.total(value)
         op = _see_through(value).op
         if op.type in _EXTREMES and any(self._is_read(_see_through(tensor).op, variable) for tensor in op.inputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,37 @@ def test_only_the_batch_of_a_dataset_is_cut() -> None:
     part, whole = run(ours, lambda x, table: (tf.size(x), tf.size(table)), batch, tf.zeros([7]))
     assert listed(ours, part) == [2, 2]
     assert whole.numpy() == 7
+
+
+def test_a_number_beside_the_rows_is_not_cut() -> None:
+    ours = strategy(2)
+    data = tf.data.Dataset.from_tensors((ROWS, tf.constant(7)))
+    batch = next(iter(ours.experimental_distribute_dataset(data)))
+    size, number = run(ours, lambda x, number: (tf.size(x), number), *batch)
+    assert listed(ours, size) == [3, 2]
+    assert number.numpy() == 7
+    with pytest.raises(ValueError, match=r"split over 2 micro-batches by rows.*Capture constants"):
+        next(iter(ours.experimental_distribute_dataset(tf.data.Dataset.from_tensors((ROWS, tf.zeros([3]))))))
+
+
+def test_the_mean_of_integers_over_an_axis() -> None:
+    ours = strategy()
+    mean = ours.reduce("MEAN", run(ours, lambda x: tf.cast(x[:, 0], tf.int32) % 2, ROWS), axis=0)
+    assert (mean.dtype, mean.numpy()) == (tf.float64, 0.6)
+
+
+def test_summaries_of_what_is_shared_are_written_once(tmp_path: pathlib.Path) -> None:
+    ours, writer = strategy(), tf.summary.create_file_writer(str(tmp_path))
+
+    def step(x: tf.Tensor) -> None:
+        tf.summary.scalar("shared", 1.0, step=0)
+
+    with writer.as_default():
+        run(ours, step, ROWS)
+    writer.close()
+    (file,) = tmp_path.iterdir()
+    events = [event for event in tf.compat.v1.train.summary_iterator(str(file)) if event.summary.value]
+    assert len(events) == 1
 
 
 def test_tensors_of_equal_length_are_the_batch() -> None:
