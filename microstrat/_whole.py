@@ -515,6 +515,10 @@ class WholeBatchContext(_context.SymbolicReplicaContext):
                 lengths = whole.collect(_context.Collective("concat"), own)
                 lengths.set_shape([None])
                 start = tf.reduce_sum(lengths[: whole.turn])
+                if whole.around is not None:
+                    of_replicas = whole.gather(tf.reduce_sum(lengths)[tf.newaxis], 0)
+                    of_replicas.set_shape([None])
+                    start += tf.reduce_sum(of_replicas[: whole.replica_id])
                 return self._reduce_gradient(tf.distribute.ReduceOp.SUM, [upstream])[0][start : start + own[0]]
 
             return gathered, gradient

@@ -212,6 +212,20 @@ def test_replicas_that_cut_their_batch() -> None:
     assert own.numpy() == 2.5  # replica 0's; each has its own
 
 
+def test_the_gradient_of_gathered_rows_finds_its_own() -> None:
+    strategy = microstrat.MicroBatchStrategy(2, semantics="whole_batch", replicas=2)
+
+    def step(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            rows = tf.distribute.get_replica_context().all_gather(x, axis=0)
+            loss = tf.range(1.0, 9.0) * rows
+        return tape.gradient(loss, x)
+
+    gradient = run(strategy, step, 8)
+    np.testing.assert_array_equal(strategy.gather(gradient, axis=0), 2 * np.arange(1.0, 9.0))  # both replicas' losses
+
+
 # --- The planner ------------------------------------------------------------------------------------------------------
 def test_what_an_early_collective_does_not_need_waits_for_the_last_loop() -> None:
     """turn -> mask -> (sum of masks); turn -> forward -> loss, which divides by that sum; loss -> (sum of losses)."""

@@ -376,6 +376,16 @@ def test_random_generators_go_on() -> None:
     assert len(set(np.ravel(ours.gather(rows, 0)).tolist())) == 4
 
 
+def test_random_generators_draw_what_has_no_rows_once() -> None:
+    ours = strategy(2)
+    with ours.scope():
+        generator = tf.random.Generator.from_seed(3)
+    alone = tf.random.Generator.from_seed(3)
+    alone.uniform([2])  # (its values are others: under any strategy the replica's id goes into the key)
+    assert run(ours, lambda x: generator.uniform([2]), ROWS[:4]).shape == [2]
+    np.testing.assert_array_equal(generator.state, alone.state)
+
+
 @pytest.mark.parametrize("number", [2, 4, 5])
 def test_batch_normalization_moves_by_the_statistics_of_the_whole_batch(number: int) -> None:
     ours = strategy(number)
