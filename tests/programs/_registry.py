@@ -36,6 +36,8 @@ MirroredStrategy adds the replicas' values in the order of its ring, MicroBatchS
 """
 WHOLE = (4, 5)
 """Numbers of micro-batches that whole batches are cut in: 24 rows in 6 each, and in 5, 5, 5, 5 and 4."""
+WHOLE_TOO = (5,)
+"""Of programs that are first of all about replicas."""
 WHOLE_MORE = (1, 4, 5, 16)
 """Not cut at all, too; and with 16, two rows make 12 micro-batches, and there are no more."""
 TOLERANCE_LATER = 1e-5
@@ -82,7 +84,7 @@ def program(
     after: str = "",
     whole: str = "",
     why_not_whole: str = "",
-    micro_batches: Sequence[int] = WHOLE,
+    micro_batches: Sequence[int] | None = None,
     whole_tolerance: float = TOLERANCE,
     one_device: bool = False,
 ) -> Callable[[Callable[[tf.distribute.Strategy], Any]], Callable[[tf.distribute.Strategy], Any]]:
@@ -98,7 +100,7 @@ def program(
         after: a program that must have run under all strategies before this one runs.
         whole: "mean" or "sum", what the losses of the program are, if it is also to be compared with the plain full batch.
         why_not_whole: the reason if it is not.
-        micro_batches: numbers of micro-batches that the whole batch is then cut in.
+        micro_batches: numbers of micro-batches that the whole batch is then cut in; default, `WHOLE` or `WHOLE_TOO`.
         whole_tolerance: the tolerance of that comparison, `TOLERANCE` or `TOLERANCE_LATER`.
         one_device: whether its reference is OneDeviceStrategy: the program needs what only a strategy has.
     """
@@ -123,7 +125,7 @@ def program(
             needs=needs,
             after=after,
             whole=whole,
-            micro_batches=tuple(micro_batches) if whole else (),
+            micro_batches=tuple(micro_batches or (WHOLE_TOO if replicas else WHOLE)) if whole else (),
             whole_tolerance=whole_tolerance,
             one_device=one_device,
         )
