@@ -167,7 +167,12 @@ def build_while_tracing(is_one_replica: Callable[[Any], bool]) -> None:
 
 def _building(stock: Callable[..., Any], is_one_replica: Callable[[Any], bool]) -> Callable[..., Any]:
     def maybe_symbolic_build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if is_one_replica(self.distribute_strategy) else stock(self, *args, **kwargs)
+        if not is_one_replica(self.distribute_strategy):
+            return stock(self, *args, **kwargs)
+        if self.built and self.optimizer is not None and not self.optimizer.built:
+            with self.distribute_strategy.scope():  # callbacks that restore it are outside
+                self.optimizer.build(self.trainable_variables)
+        return None
 
     maybe_symbolic_build.stock = stock  # pyright: ignore[reportFunctionMemberAccess]
     return maybe_symbolic_build

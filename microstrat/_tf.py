@@ -35,6 +35,7 @@ from tensorflow.python.distribute import values as _values
 from tensorflow.python.distribute import values_util as _values_util
 from tensorflow.python.eager import backprop as _backprop
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import forwardprop as _forwardprop
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 from tensorflow.python.eager.polymorphic_function import polymorphic_function as _polymorphic_function
@@ -187,7 +188,9 @@ def _gradient(
     def compute(target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
         return _stock_gradient(self, target, sources, output_gradients, **options)
 
-    hooks = getattr(_hooks, "gradient", None)
+    # Forward-mode differentiation takes gradients of its own, in functions that it keeps for all; jacobian, one by one.
+    inside = sys._getframe(1).f_code.co_filename in (_forwardprop.__file__, _backprop.__file__)
+    hooks = None if inside else getattr(_hooks, "gradient", None)
     gradient = functools.partial(hooks[-1], compute) if hooks else compute
     return gradient(target, sources, output_gradients, unconnected_gradients=unconnected_gradients)
 

@@ -82,7 +82,9 @@ class WholeBatch(_context.Tracing):
         fraction = self._fraction
         if fraction is None:
             with self.graph.as_default(), tf.control_dependencies(None):
-                if self._weight is not None:
+                if self.turns.rows is None:
+                    fraction = tf.constant(1.0, tf.float64)
+                elif self._weight is not None:
                     fraction = self._weight / self.total(self._weight)
                 else:
                     rows = self.turns.rows_of_turn(self.turn)
@@ -223,6 +225,8 @@ class WholeBatch(_context.Tracing):
 
     def reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
         totals = [self.total(gradient) for gradient in gradients]
+        if self.turns.most == 1 and self.around is None:
+            return totals
         if self.around is not None:
             totals = [super(WholeBatch, self).reduce(reduce_op, total) for total in totals]
         return totals if reduce_op == tf.distribute.ReduceOp.SUM else [self._weigh(total) for total in totals]
@@ -282,9 +286,9 @@ class WholeBatch(_context.Tracing):
         targets = tf.nest.flatten(target)
         flat = tf.nest.flatten(sources)
         owned = [isinstance(_keras.plain(source), _tf.DistributedVariable) for source in flat]
-        # In a gradient function (tf.recompute_grad) the tape outside sums; tape.jacobian calls this in a loop over rows.
-        inside = self._taking_gradient or (_context.in_loop(tf.compat.v1.get_default_graph()) and not any(owned))
-        if inside or _context.current_tracing() is not self or not self.varies_anywhere(targets):
+        # In a gradient function (tf.recompute_grad) the tape outside sums.
+        nothing = not any(owned) and not self.varies_anywhere(targets)
+        if self._taking_gradient or nothing or _context.current_tracing() is not self:
             return compute(target, sources, output_gradients=output_gradients, **options)
         if self.loss_reduction == "mean":
             given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)
@@ -307,6 +311,8 @@ class WholeBatch(_context.Tracing):
         return tf.nest.pack_sequence_as(sources, summed)
 
     def _cotangent(self, target: Any, given: Any) -> Any:
+        if not self.varies_anywhere(target):
+            return tf.ones_like(target) if given is None else given  # the whole batch's already
         if not _degrees.has_row_axis(target):
             self._check_declared(target)
             return self._weigh(tf.ones_like(target) if given is None else given)
