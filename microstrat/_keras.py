@@ -239,6 +239,8 @@ def whole_batch_losses(combiner: Combiner, loss_reduction: str) -> Iterator[None
         for module, name, make in patches:
             if module in loaded:
                 stack.enter_context(_replaced(loaded[module], name, functools.partial(make, combiner)))
+        for loss in _classes("tf_keras.src.losses:Loss"):
+            stack.enter_context(_replaced(loss, "_get_reduction", _mean_if_auto))
         for kind in ("keras.src.layers.rnn.rnn:RNN", "tf_keras.src.layers.rnn.base_rnn:RNN"):
             for layer in _classes(kind):
                 stack.enter_context(_replaced(layer, "call", _not_stateful))
@@ -323,6 +325,12 @@ def _as_declared(loss: tf.Tensor, reduction: Any, combiner: Combiner, *, is_sum:
 def _divides_activity_losses(layer: type) -> bool:
     """Whether activity regularizers are divided by the batch size: Keras 3.15 does, 3.12 does not; no version says so."""
     return "divide_no_nan" in inspect.getsource(layer.__call__)
+
+
+def _mean_if_auto(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """tf_keras refuses means under any strategy: between replicas they come out wrong. Of one replica they are right."""
+    del stock
+    return lambda self: "sum_over_batch_size" if self.reduction == "auto" else self.reduction
 
 
 def _not_stateful(stock: Callable[..., Any]) -> Callable[..., Any]:

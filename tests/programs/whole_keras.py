@@ -667,12 +667,6 @@ def whole_legacy_batch_norm_statistics(strategy: tf.distribute.Strategy) -> Any:
     return _legacy_statistics(strategy, 6)
 
 
-@_program(needs="tf_keras")
-def whole_legacy_batch_norm_statistics_of_images(strategy: tf.distribute.Strategy) -> Any:
-    """TensorFlow's fused kernel divides the variance by one less than the number of pixels, as of a sample."""
-    return _legacy_statistics(strategy, 4, 4, 2)
-
-
 @_program(core=True, needs="tf_keras")
 def whole_legacy_loop(strategy: tf.distribute.Strategy) -> Any:
     tf_keras = _tf_keras()
