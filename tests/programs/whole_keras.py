@@ -397,8 +397,10 @@ def whole_fit_accumulating_optimizer(strategy: tf.distribute.Strategy) -> Any:
     return _fit(_compiled(strategy, optimizer=optimizer), evaluate=True)
 
 
-@_program()
+@_program(one_device=True)
 def whole_fit_loss_scaling(strategy: tf.distribute.Strategy) -> Any:
+    """Under any strategy, and only there, Keras gives the inner optimizer's variables paths without the outer one's."""
+
     def optimizer() -> keras.optimizers.Optimizer:
         inner = keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.3)
         return keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0, dynamic_growth_steps=2)
