@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _branches, _errors, _keras, _kinds, _rows, _tf, _values
+from microstrat import _errors, _keras, _kinds, _lift, _rows, _tf, _values
 
 _thread = threading.local()
 _REPLICA_ID = _tf.CallTimeKey(("replica id",))
@@ -54,7 +55,7 @@ class Tracing:
       around: the trace of all replicas that this one of one replica's micro-batches is part of, if any.
       outermost: the graph outside all traces.
       inline: whether nested tf.functions run inline (they hold a collective).
-      lifted: whether a collective stood in a branch, and was lifted out of it.
+      lifted: markers of collectives that stood in a branch, and were lifted out of it.
       functions: the tf.functions whose traces this one becomes part of.
       restart: why the trace must start again, if it must.
       draws_per_turn: whether random draws, prints and the like happen every turn, whatever they depend on.
@@ -88,7 +89,7 @@ class Tracing:
         self.graph = _tf.replica_graph(self.graph_name)
         self.collectives: dict[tf.Operation, Collective] = {}
         self.cuts: set[tf.Operation] = set()
-        self.lifted = False
+        self.lifted: set[tf.Operation] = set()
         self.kinds = _kinds.Kinds(self.graph)
         self.functions = _tf.functions_being_traced()
         self._varies: dict[tf.Operation, bool] = {}
@@ -123,7 +124,7 @@ class Tracing:
         """What else must be in force while the replica function runs."""
         with contextlib.ExitStack() as stack:
             if self.turns.most > 1:
-                stack.enter_context(watch_replicas(self.strategy, self.function_name))
+                stack.enter_context(keras_of_replicas(self.strategy, self.function_name))
             if self.strategy.extended.draws_independently:
                 stack.enter_context(_tf.hooked_operations(self._own_draws))
             yield
@@ -161,13 +162,25 @@ class Tracing:
         del op
         return owner is None
 
+    def uniform_result(self, collective: Collective, value: tf.Tensor) -> tf.Tensor:
+        """The result of a collective over a value that is the same in all turns."""
+        if self.turns.most == 1 or collective.kind in ("first", "max", "min"):
+            return value
+        if collective.kind == "sum":
+            return self.uniform_sum(value)
+        if isinstance(self.turns.running, int):
+            return tf.concat([value] * self.turns.running, collective.axis)
+        rank = value.shape.rank
+        copies = [self.turns.running if dim == collective.axis % rank else 1 for dim in range(rank)]
+        return tf.tile(value, copies)
+
     def uniform_sum(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over all turns of a value that is the same in all."""
         return value if self.turns.running == 1 else value * tf.cast(self.turns.running, value.dtype)
 
     def collect(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
         """Leaves a marker that stands for a collective over `tensor`, and returns its result."""
-        tensor = self._out_of_branches(collective.kind, tensor)
+        tensor = self._source(collective.kind, tensor)
         shape = tensor.shape
         if collective.kind == "concat" and shape.rank is not None:
             dims = shape.as_list()
@@ -175,10 +188,12 @@ class Tracing:
             shape = tf.TensorShape(dims)
         elif collective.kind == "concat":
             shape = _tf.unknown_shape()
-        with self.graph.as_default(), tf.control_dependencies(None):
+        with tensor.graph.as_default(), tf.control_dependencies(None):
             # Unlike an Identity, this op may have a wider static shape than its input.
             marker = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name="collective")
         self.collectives[marker.op] = collective
+        if tensor.graph is not tf.compat.v1.get_default_graph():
+            self.lifted.add(marker.op)
         return marker
 
     def collect_replicas(self, kind: str, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
@@ -252,18 +267,27 @@ class Tracing:
         if enclosing_function(graph, self.graph) is not None:
             self._restart("inline")
 
-    def _out_of_branches(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
-        """The source of a collective, computed outside the branches it stands in."""
-        self.refuse_nested_function()
-        graph = tf.compat.v1.get_default_graph()
-        if graph is self.graph:
-            return tensor
+    def _out_of_branches(self, kind: str, tensor: tf.Tensor, *, with_work: bool = True) -> tf.Tensor:
+        """A tensor that a collective needs, computed outside the branches and loops it stands in."""
         try:
-            lifted = _branches.lift(tensor, self.graph)
-        except _branches.CannotLift as reason:
-            raise _errors.collective_in_branch(kind, self.function_name, str(reason)) from None
-        self.lifted = True
-        return lifted
+            return _lift.lift(tensor, self.graph, with_work=with_work)
+        except _lift.CannotLift as reason:
+            raise _errors.collective_in_loop(kind, self.function_name, str(reason)) from None
+
+    def _source(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor that a collective is over, in the trace if it can be, else in the branch that it stands in.
+
+        In a branch stays what is not worth doing in vain. Out of a loop a collective must come.
+        """
+        self.refuse_nested_function()
+        graph: Any = tf.compat.v1.get_default_graph()
+        if in_loop(graph):
+            return self._out_of_branches(kind, tensor)
+        try:
+            return _lift.lift(tensor, self.graph, with_work=False)
+        except _lift.CannotLift:
+            with graph.as_default():
+                return tf.identity(tensor)
 
     def _restart(self, reason: str) -> None:
         """Gives up this trace. The tracer sees `restart`: AutoGraph would not let a type of our own through."""
@@ -311,6 +335,9 @@ class Tracing:
     def _sources_of(self, op: tf.Operation) -> list[tf.Operation]:
         if op in self.collectives:
             return []
+        if op.type in _kinds.BRANCHES:
+            results = [tensor for graph in _tf.branch_graphs(op) for tensor in graph.outputs]
+            return [op.inputs[0].op, *(_unwrapped(tensor).op for tensor in results)]
         if op.graph is self.graph or op.type != "Placeholder":
             return [_unwrapped(tensor).op for tensor in op.inputs if hasattr(tensor, "op")]
         # An argument of a branch or loop: captured from further out, or a loop variable, which may be anything.
@@ -351,14 +378,19 @@ def _unwrapped(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def watch_replicas(strategy: Any, function_name: str) -> Any:
-    """Warns of losses that are not scaled for several replicas, while their function runs."""
+@contextlib.contextmanager
+def keras_of_replicas(strategy: Any, function_name: str) -> Iterator[None]:
+    """What must be in force of Keras while a function of several replicas runs on this thread.
+
+    Losses that are not scaled for several replicas are warned of.
+    """
 
     def warn(loss: str) -> None:
         message = _errors.unscaled_loss(loss, function_name, strategy.num_replicas_in_sync)
         strategy.extended.announce(f"loss {loss}", message)
 
-    return _keras.watched_losses(warn)
+    with _keras.watched_losses(warn), _keras.accumulating_together():
+        yield
 
 
 def enclosing_function(graph: Any, stop: Any = None) -> Any:
@@ -491,6 +523,8 @@ class SymbolicReplicaContext(ReplicaContext):
         tracing = self.tracing
         tracing.refuse_nested_function()
         graph = tracing.graph
+        here: Any = tf.compat.v1.get_default_graph()
+        before = len(here.get_operations())
         args, kwargs = tf.nest.map_structure(tracing.symbolic, (tuple(args), dict(kwargs)))
         graph.cross_replica_depth += 1
         try:
@@ -499,6 +533,8 @@ class SymbolicReplicaContext(ReplicaContext):
                 result = merge_fn(self.strategy, *args, **kwargs)
         finally:
             graph.cross_replica_depth -= 1
+        if here is not graph:
+            graph.cross_replica_ops.update(itertools.islice(here.get_operations(), before, None))
         return _values.select_replica(result, tracing.replica_id)
 
 
@@ -529,8 +565,8 @@ def value_outside_trace(value: Any) -> Any:
     if tracing is None or not isinstance(value, tf.Tensor) or getattr(value, "graph", None) is not tracing.graph:
         return value
     try:
-        return _branches.lift(value, tracing.outermost, with_random=True)
-    except _branches.CannotLift as reason:
+        return _lift.lift(value, tracing.outermost, with_random=True)
+    except _lift.CannotLift as reason:
         raise _errors.initial_value_in_trace(tracing.function_name, str(reason)) from None
 
 

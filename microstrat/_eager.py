@@ -166,6 +166,7 @@ class _Replica(threading.Thread):
         _tf.eager_op_callbacks().op_callbacks = self._callbacks
         with contextlib.ExitStack() as stack:
             stack.enter_context(_tf.with_variable_creators(self._creators))
+            stack.enter_context(_context.keras_of_replicas(self._strategy, self.function_name))
             if self._strategy.extended.draws_independently:
                 number, replicas = self._number, self._strategy.num_replicas_in_sync
                 stack.enter_context(_tf.hooked_keys(lambda key: _tf.key_for(key, number, replicas)))
@@ -257,8 +258,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
     for replica in replicas:
         replica.start()
     try:
-        with _context.watch_replicas(strategy, _trace.name_of(fn)):
-            _drive(strategy, replicas)
+        _drive(strategy, replicas)
     finally:
         for replica in replicas:
             replica.abandon()

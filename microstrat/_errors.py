@@ -32,12 +32,18 @@ def reduce_plain_value(value: Any) -> ValueError:
     )
 
 
+def varying_update(variable: str) -> RuntimeError:
+    return RuntimeError(
+        f"extended.update would write values that differ between replicas to variable {variable!r}, which has one value "
+        "for all. Reduce them first: strategy.extended.reduce_to('SUM', value, variable)."
+    )
+
+
 def varying_branch(variable: str, function: str, where: str) -> RuntimeError:
     return RuntimeError(
         f"In replica function {function!r}, a branch (tf.cond, or an AutoGraph if{where}) writes variable {variable!r}, "
-        "which has one value for all replicas, and also depends on, or writes, what differs between them. A branch runs "
-        "once, or once per replica, but not both. All-reduce what differs before the branch (gradients, above all). In "
-        "place of Keras' gradient_accumulation_steps, use more replicas: they accumulate."
+        "which has one value for all replicas, and the condition, or what it writes, may differ between them. Make the "
+        "condition the same for all replicas, and all-reduce what is written (gradients, above all)."
     )
 
 
@@ -159,11 +165,11 @@ _COLLECTIVE_KINDS = {
 }
 
 
-def collective_in_branch(kind: str, function: str, reason: str) -> RuntimeError:
+def collective_in_loop(kind: str, function: str, reason: str) -> RuntimeError:
     return RuntimeError(
-        f"Replica function {function!r} has {_COLLECTIVE_KINDS[kind]} inside a tf.cond or tf.while_loop, and it cannot "
-        f"be taken out: {reason}. Replicas meet at a collective, so it must not depend on how the branch goes. Compute "
-        "its input before the branch, or move the collective (often optimizer.apply_gradients) out of it."
+        f"Replica function {function!r} has {_COLLECTIVE_KINDS[kind]} inside a tf.while_loop, and it cannot be taken "
+        f"out: {reason}. Replicas meet at a collective, which ends a loop over them. Compute its input before the loop, "
+        "move the collective (often optimizer.apply_gradients) out of it, or use a Python loop."
     )
 
 

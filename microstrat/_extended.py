@@ -251,6 +251,10 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         self._check_owned(var, "extended.update")
+        if var.rows is None and _context.current_tracing() is None and not _values.same_for_all((tuple(args), kwargs)):
+            if not var.may_become_local:
+                raise _errors.varying_update(var.name)
+            var.ensure_rows()
         if var.rows is None or _context.current_tracing() is not None:
             # One value, or a trace that stands for all replicas.
             return self._update_once(lambda *a, **k: fn(self._component(var, 0), *a, **k), args, kwargs, group)

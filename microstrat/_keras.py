@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from microstrat import _errors
+from microstrat import _errors, _patches
 from microstrat._tf import tape_is_recording
 
 _MEANS = ("mean", "sum_over_batch_size", "auto")
@@ -137,7 +137,31 @@ def watched_losses(warn: Callable[[str], None]) -> Iterator[None]:
 
         return reduce_values
 
-    with _replaced(module, "reduce_values", make):
+    with _patches.replaced(module, "reduce_values", make):
+        yield
+
+
+@contextlib.contextmanager
+def accumulating_together() -> Iterator[None]:
+    """Makes Keras' `gradient_accumulation_steps` add the mean of the replicas' gradients, instead of each its own.
+
+    The optimizer sums over the replicas later anyway, so one sum serves all of them: in memory, and in a checkpoint. Only
+    where gradients are clipped, by each replica before they meet, are they not the same.
+    """
+    optimizers = _classes("keras.src.backend.tensorflow.optimizer:TFOptimizer")
+    if not optimizers:
+        yield
+        return
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def increment(self: Any, grads: Any, acc_grads: Any) -> Any:
+            if all(getattr(self, name) is None for name in ("clipnorm", "global_clipnorm", "clipvalue")):
+                grads = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, grads)
+            return stock(self, grads, acc_grads)
+
+        return increment
+
+    with _patches.replaced(optimizers[0], "_backend_increment_gradient_accumulators", make):
         yield
 
 
@@ -206,16 +230,6 @@ def _weighing(stock: Callable[..., Any], is_weighted: Callable[[Any], bool]) -> 
 
 # --- Losses -------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    stock = getattr(owner, name)
-    setattr(owner, name, make(stock))
-    try:
-        yield
-    finally:
-        setattr(owner, name, stock)
-
-
-@contextlib.contextmanager
 def whole_batch_losses(combiner: Combiner, loss_reduction: str) -> Iterator[None]:
     """Makes Keras' losses add up to the whole batch's, whatever they are divided by.
 
@@ -238,24 +252,24 @@ def whole_batch_losses(combiner: Combiner, loss_reduction: str) -> Iterator[None
     with contextlib.ExitStack() as stack:
         for module, name, make in patches:
             if module in loaded:
-                stack.enter_context(_replaced(loaded[module], name, functools.partial(make, combiner)))
+                stack.enter_context(_patches.replaced(loaded[module], name, functools.partial(make, combiner)))
         for loss in _classes("tf_keras.src.losses:Loss"):
-            stack.enter_context(_replaced(loss, "_get_reduction", _mean_if_auto))
+            stack.enter_context(_patches.replaced(loss, "_get_reduction", _mean_if_auto))
         for kind in ("keras.src.layers.rnn.rnn:RNN", "tf_keras.src.layers.rnn.base_rnn:RNN"):
             for layer in _classes(kind):
-                stack.enter_context(_replaced(layer, "call", _not_stateful))
+                stack.enter_context(_patches.replaced(layer, "call", _not_stateful))
         for layer in _classes("keras.src.layers.layer:Layer") if not is_sum else ():
             if not _divides_activity_losses(layer):
-                stack.enter_context(_replaced(layer, "add_loss", functools.partial(_activity, combiner)))
+                stack.enter_context(_patches.replaced(layer, "add_loss", functools.partial(_activity, combiner)))
         for trainer in _classes("keras.src.backend.tensorflow.trainer:TensorFlowTrainer"):
             if not is_sum:
                 added = functools.partial(_added, combiner)
-                stack.enter_context(_replaced(trainer, "_aggregate_additional_loss", added))
+                stack.enter_context(_patches.replaced(trainer, "_aggregate_additional_loss", added))
         if is_sum and hasattr(loaded.get("keras.src.losses.loss"), "unscale_loss_for_distribution"):
             # Keras calls this on the loss that it logs, and nowhere else.
             new = loaded["keras.src.losses.loss"]
             unscaled = functools.partial(_totalled, combiner)
-            stack.enter_context(_replaced(new, "unscale_loss_for_distribution", unscaled))
+            stack.enter_context(_patches.replaced(new, "unscale_loss_for_distribution", unscaled))
         yield
 
 
@@ -347,7 +361,7 @@ def _activity(combiner: Combiner, stock: Callable[..., Any]) -> Callable[..., An
     def add_loss(self: Any, loss: Any) -> Any:
         # The layer's own __call__ adds the activity regularizer's loss, a sum over rows; anybody else adds a mean.
         if (
-            next(itertools.islice(_frames(), 1, None)).f_code.co_name == "__call__"
+            next(itertools.islice(_frames(), 1 + _patches.CALLS_BETWEEN, None)).f_code.co_name == "__call__"
             and isinstance(loss, tf.Tensor)
             and combiner.varies(loss)
         ):

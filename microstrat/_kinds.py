@@ -29,6 +29,14 @@ def is_cheap(op: tf.Operation) -> bool:
     return op.type in _VIEWS or all((t.shape.num_elements() or _FEW + 1) <= _FEW for t in (*op.inputs, *op.outputs))
 
 
+_WORK = ("AvgPool", "BatchMatMul", "Conv", "Depthwise", "Einsum", "FusedBatchNorm", "MatMul", "MaxPool", "SparseMatMul")
+
+
+def is_work(op: tf.Operation) -> bool:
+    """Whether an operation is one of those that training spends its time in."""
+    return op.type in CALLS or op.type.startswith(_WORK)
+
+
 def size_of(op: tf.Operation) -> int:
     """Roughly how many numbers an operation's outputs have; an unknown dimension counts as a few."""
     return sum(

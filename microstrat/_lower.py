@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import tensorflow as tf
 
-from microstrat import _plan, _rows, _tf, _trace, _values
+from microstrat import _conditionals, _plan, _rows, _tf, _trace, _values
 
 _counter = itertools.count()
 _last = threading.local()
@@ -57,12 +57,8 @@ def run(
     while True:
         trace = _trace.trace(make_tracing, fn, args, kwargs, device)
         graph = _trace.to_graph(trace, owner_of)
-        if trace.tracing.turns.most == 1:
-            varying = [False] * len(graph.nodes)
-            break
-        varying = _plan.find_varying(graph.nodes)
-        _trace.refuse_varying_conditions(graph, varying, trace)
-        found = _trace.varying_writes(graph, varying, trace, owner_of)
+        _conditionals.cut_in_pieces(graph)
+        found = _trace.varying_writes(graph, owner_of)
         local = [owner for owner, _ in found if owner.may_become_local]
         if not local:
             _trace.refuse_varying_writes(found, trace)
@@ -70,9 +66,8 @@ def run(
         for owner in local:
             owner.ensure_rows()
         _tf.dismantle(trace.tracing.graph)
+    varying = graph.settled_colours()
     emitter = _Emitter(trace, graph, device)
-    emitter.settle_uniform_collectives(varying)
-    varying = varying + [False] * (len(graph.nodes) - len(varying))
     plan = _plan.plan(graph.nodes, varying)
     result = emitter.emit(plan, varying)
     _last.plan = plan
@@ -110,7 +105,6 @@ class _Emitter:
         self.device = device
         self.turn = trace.tracing.turn
         self.name = f"{trace.tracing.graph_name}_{next(_counter)}"
-        self.replaced: dict[Key, tf.Tensor] = {}
         # Tensors of the trace that exist in the outer graph by now, and tensor lists of those that vary.
         self.env: dict[Key, tf.Tensor] = {}
         self.lists: dict[Key, tf.Tensor] = {}
@@ -123,50 +117,6 @@ class _Emitter:
     def tensor(self, key: Key) -> tf.Tensor:
         return self.graph.operations[key[0]].outputs[key[1]]
 
-    # --- Collectives over uniform values ------------------------------------------------------------------------------
-    def settle_uniform_collectives(self, varying: Sequence[bool]) -> None:
-        """Replaces collectives whose source is the same in all replicas: no loop is needed to know their result."""
-        for marker, collective in self.tracing.collectives.items():
-            (source,) = marker.inputs
-            if varying[self.graph.ids[source.op]] or collective.between_replicas:
-                continue
-            before = len(self.inner.get_operations())
-            with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
-                result = self._uniform_result(collective.kind, collective.axis, source)
-            self._adopt(before)
-            marker_id = self.graph.ids[marker]
-            readers = marker.outputs[0].consumers()
-            _tf.replace_tensor(marker.outputs[0], result)
-            for reader in readers:
-                index = self.graph.ids[reader]
-                inputs = tuple(self.graph.ids[tensor.op] for tensor in reader.inputs)
-                self.graph.nodes[index] = dataclasses.replace(self.graph.nodes[index], inputs=inputs)
-            self.replaced[marker_id, 0] = result
-            node = self.graph.nodes[marker_id]
-            if node.required:
-                self.graph.nodes[marker_id] = dataclasses.replace(node, required=False)
-                result_id = self.graph.ids[result.op]
-                self.graph.nodes[result_id] = dataclasses.replace(self.graph.nodes[result_id], required=True)
-
-    def _uniform_result(self, kind: str, axis: int, source: tf.Tensor) -> tf.Tensor:
-        if self.turns.most == 1 or kind in ("first", "max", "min"):
-            return source
-        if kind == "sum":
-            return self.tracing.uniform_sum(source)
-        if isinstance(self.turns.running, int):
-            return tf.concat([source] * self.turns.running, axis)
-        copies = [self.turns.running if dim == axis % source.shape.rank else 1 for dim in range(source.shape.rank)]
-        return tf.tile(source, copies)
-
-    def _adopt(self, before: int) -> list[tf.Operation]:
-        """Makes operations added to the trace since `before` known to the plan."""
-        added = list(itertools.islice(self.inner.get_operations(), before, None))
-        for op in added:
-            self.graph.ids[op] = len(self.graph.operations)
-            self.graph.operations.append(op)
-            self.graph.nodes.append(_plan.Node(tuple(self.graph.ids[tensor.op] for tensor in op.inputs)))
-        return added
-
     # --- Emission -----------------------------------------------------------------------------------------------------
     def emit(self, plan: _plan.Plan, varying: Sequence[bool]) -> Any:
         self.plan = plan
@@ -177,9 +127,7 @@ class _Emitter:
             _tf.add_function(self.outer, function)
         self.captured_pairs = _tf.captures(self.inner)
         self.captured = {self.key(inner): outer for outer, inner in self.captured_pairs}
-        leaves = [
-            self.replaced.get(self.key(leaf), leaf) if self._is_inner(leaf) else leaf for leaf in self.trace.leaves
-        ]
+        leaves = [self.graph.now(leaf) if self._is_inner(leaf) else leaf for leaf in self.trace.leaves]
         wanted = self._wanted_keys([*leaves, self.trace.weights])
         # The replica id alone needs a loop to be returned, though no operation does.
         stacked = {self.key(leaf) for leaf in leaves if self._is_inner(leaf) and self._varies(leaf)}
@@ -246,13 +194,7 @@ class _Emitter:
         return [list(keys) for keys in wanted]
 
     def _must_run(self, members: frozenset[int]) -> list[tf.Operation]:
-        """Effects, and reads, which no later write may overtake: an inlined call waits for nothing else."""
-        found = []
-        for index in members:
-            node = self.graph.nodes[index]
-            if (node.effect and node.required) or not (node.effect or node.pure or node.hub):
-                found.append(self.graph.operations[index])
-        return found
+        return [self.graph.operations[index] for index in members if self.graph.nodes[index].must_finish]
 
     def _outside(self, key: Key) -> tf.Tensor:
         """A uniform tensor of the trace, in the outer graph."""
@@ -267,12 +209,11 @@ class _Emitter:
 
     def _read_only(self, op: tf.Operation, inputs: Sequence[tf.Tensor], members: frozenset[int]) -> None:
         """Marks the resources that a stage only reads, so that it need not wait for other readers."""
-        outer_of = {id(inner): outer for outer, inner in self.inner.captures}
         written = {resource for node in members for resource in self.graph.nodes[node].writes}
         indices = [
             index
             for index, tensor in enumerate(inputs)
-            if tensor.dtype == tf.resource and _trace.resource_of(tensor, outer_of) not in written
+            if tensor.dtype == tf.resource and self.graph.resource_of(tensor) not in written
         ]
         _tf.set_read_only_resources(op, indices)
 
@@ -526,7 +467,7 @@ class _Emitter:
         if own is None:
             weights = self.tracing.weights_of_turns()
         else:
-            weights = self._outside(self.key(self.replaced.get(self.key(own), own)))
+            weights = self._outside(self.key(self.graph.now(own)))
 
         def build(value: Any) -> Any:
             parts = [next(remaining) for _ in tf.nest.flatten(value, expand_composites=True)]

@@ -55,6 +55,11 @@ class Node:
     reads: Hashable | None = None
     writes: frozenset[Hashable] = frozenset()
 
+    @property
+    def must_finish(self) -> bool:
+        """Whether a function that it is part of must wait for it: effects, and reads, which no later write may overtake."""
+        return (self.effect and self.required) or not (self.effect or self.pure or self.hub)
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,6 +54,8 @@ from tensorflow.python.ops import while_loop as _while_loop
 from tensorflow.python.trackable import base as _trackable
 from tensorflow.python.types import distribute as _distribute_types
 from tensorflow.python.util import nest as _nest
+
+from microstrat import _patches
 
 # --- Base classes -----------------------------------------------------------------------------------------------------
 # The public tf.distribute.StrategyExtended lacks the v1 hooks (read_var, call_for_each_replica, broadcast_to) that
@@ -132,83 +133,49 @@ def convert_by_autograph(fn: Callable[..., Any]) -> Callable[..., Any]:
     return _autograph.tf_convert(fn, _ag_ctx.control_status_ctx())
 
 
-_patches: dict[tuple[Any, str], int] = {}
-_patches_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _patched(cls: Any, name: str, replacement: Any, stock: Any) -> Iterator[None]:
-    """Replaces a method as long as some thread is in here."""
-    key = (cls, name)
-    with _patches_lock:
-        _patches[key] = _patches.get(key, 0) + 1
-        setattr(cls, name, replacement)
-    try:
-        yield
-    finally:
-        with _patches_lock:
-            _patches[key] -= 1
-            if not _patches[key]:
-                setattr(cls, name, stock)
-
-
-_inline = threading.local()
-_stock_call = _polymorphic_function.Function.__call__
-
-
-def _call_inline(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not getattr(_inline, "depth", 0):
-        return _stock_call(self, *args, **kwargs)
-    status = _ag_ctx.Status.ENABLED if self._autograph else _ag_ctx.Status.DISABLED
-    return _autograph.tf_convert(self.python_function, _ag_ctx.ControlStatusCtx(status))(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def inline_functions() -> Iterator[None]:
     """Runs tf.functions called on this thread as plain Python, with AutoGraph.
 
-    tf.config.run_functions_eagerly is for the whole process and drops AutoGraph. The class is patched only while some
-    thread needs it.
+    tf.config.run_functions_eagerly is for the whole process and drops AutoGraph.
     """
-    _inline.depth = getattr(_inline, "depth", 0) + 1
-    try:
-        with _patched(_polymorphic_function.Function, "__call__", _call_inline, _stock_call):
-            yield
-    finally:
-        _inline.depth -= 1
 
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        del stock
 
-_hooks = threading.local()
-_stock_gradient = _backprop.GradientTape.gradient
+        def call_inline(self: Any, *args: Any, **kwargs: Any) -> Any:
+            status = _ag_ctx.Status.ENABLED if self._autograph else _ag_ctx.Status.DISABLED
+            return _autograph.tf_convert(self.python_function, _ag_ctx.ControlStatusCtx(status))(*args, **kwargs)
 
+        return call_inline
 
-def _gradient(
-    self: Any, target: Any, sources: Any, output_gradients: Any = None, unconnected_gradients: Any = "none"
-) -> Any:
-    def compute(target: Any, sources: Any, output_gradients: Any = None, **options: Any) -> Any:
-        return _stock_gradient(self, target, sources, output_gradients, **options)
-
-    # Forward-mode differentiation takes gradients of its own, in functions that it keeps for all; jacobian, one by one.
-    inside = sys._getframe(1).f_code.co_filename in (_forwardprop.__file__, _backprop.__file__)
-    hooks = None if inside else getattr(_hooks, "gradient", None)
-    gradient = functools.partial(hooks[-1], compute) if hooks else compute
-    return gradient(target, sources, output_gradients, unconnected_gradients=unconnected_gradients)
+    with _patches.replaced(_polymorphic_function.Function, "__call__", make):
+        yield
 
 
 @contextlib.contextmanager
 def hooked_gradients(hook: Callable[..., Any]) -> Iterator[None]:
     """Calls `hook(compute, target, sources, output_gradients, **options)` for GradientTape.gradient on this thread.
 
-    A tape has no hook of its own. The class is patched only while some thread needs it.
+    A tape has no hook of its own.
     """
-    if not hasattr(_hooks, "gradient"):
-        _hooks.gradient = []
-    _hooks.gradient.append(hook)
-    try:
-        with _patched(_backprop.GradientTape, "gradient", _gradient, _stock_gradient):
-            yield
-    finally:
-        _hooks.gradient.pop()
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def gradient(
+            self: Any, target: Any, sources: Any, output_gradients: Any = None, unconnected_gradients: Any = "none"
+        ) -> Any:
+            compute = functools.partial(stock, self)
+            # Forward-mode differentiation takes gradients of its own, in functions that it keeps for all; jacobian, one
+            # by one.
+            caller = sys._getframe(1 + _patches.CALLS_BETWEEN).f_code.co_filename
+            inside = caller in (_forwardprop.__file__, _backprop.__file__)
+            run = compute if inside else functools.partial(hook, compute)
+            return run(target, sources, output_gradients, unconnected_gradients=unconnected_gradients)
+
+        return gradient
+
+    with _patches.replaced(_backprop.GradientTape, "gradient", make):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,29 +248,22 @@ def hooked_operations(hook: Callable[[StatelessDraw], tf.Tensor | None]) -> Iter
         _op_callbacks.remove_op_callback(callback)
 
 
-_stock_keys = _random_ops_util._get_key_counter
-
-
-def _get_key_counter(seed: Any, alg: Any) -> Any:
-    key, counter = _stock_keys(seed, alg)
-    hooks = getattr(_hooks, "keys", None)
-    return (hooks[-1](key), counter) if hooks else (key, counter)
-
-
 @contextlib.contextmanager
 def hooked_keys(hook: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
     """Lets `hook` change the key of every stateless random draw made on this thread outside graphs.
 
     There, TensorFlow does not let a callback replace what an operation gave.
     """
-    if not hasattr(_hooks, "keys"):
-        _hooks.keys = []
-    _hooks.keys.append(hook)
-    try:
-        with _patched(_random_ops_util, "_get_key_counter", _get_key_counter, _stock_keys):
-            yield
-    finally:
-        _hooks.keys.pop()
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def get_key_counter(seed: Any, alg: Any) -> Any:
+            key, counter = stock(seed, alg)
+            return hook(key), counter
+
+        return get_key_counter
+
+    with _patches.replaced(_random_ops_util, "_get_key_counter", make):
+        yield
 
 
 def is_compiled_by_xla(function: Any) -> bool:
@@ -478,6 +438,13 @@ def function_names(op: tf.Operation, attr: str) -> list[str]:
     except ValueError:
         return []
     return [func.name for func in (value if isinstance(value, list) else [value]) if hasattr(func, "name")]
+
+
+def branch_graphs(op: tf.Operation) -> list[Any]:
+    """The FuncGraphs of an If's or Case's branches, as they were traced; none of one that `graph_to_function` made."""
+    names = [name for attr in ("then_branch", "else_branch", "branches") for name in function_names(op, attr)]
+    found = [op.graph._functions[name] for name in names]
+    return [function.graph for function in found if function.function_type is not None]
 
 
 def graph_to_function(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _branches, _context, _errors, _kinds, _plan, _tf, _values, _variables
+from microstrat import _context, _errors, _kinds, _plan, _tf, _values, _variables
 
 _MAX_TRACES = 32
 
@@ -95,10 +96,6 @@ def _trace_once(
     _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
     leaves = tuple(_unwrapped(leaf) for leaf in leaves)
     _see_through_wrappers(graph)
-    if tracing.lifted:
-        for op in graph.get_operations():
-            if op.type in _kinds.BRANCHES and any(tensor.op in tracing.collectives for tensor in op.inputs):
-                _branches.drop_dead_inputs(op, graph)
     return Trace(tracing, structure, leaves, frozenset(control.ops_which_must_run), weights)
 
 
@@ -171,142 +168,194 @@ def _see_through_wrappers(graph: Any) -> None:
                     _tf.replace_tensor(output, source)
 
 
-@dataclass(slots=True)
+@dataclass
 class Graph:
-    """A trace as the planner sees it.
+    """A graph as the planner sees it: that of a trace, or of one branch of a tf.cond in it.
 
     Attributes:
+      tracing: the trace that it is, or is part of.
+      graph: TensorFlow's.
+      returned: tensors of it whose values are wanted.
+      must_run: operations whose effects must happen.
+      outer_of: id of a placeholder -> what it stands for outside the trace.
+      arguments: placeholders of a branch -> whether what they stand for differs between replicas.
+      foreign: variables of somebody else that replicas write: each sees the writes of those before it, so all of it varies.
+      once: whether it runs in cross-replica context, so that random draws, prints and the like happen once.
+      replaced: operations that others have taken the place of.
+      moved: (operation, output) -> what has taken the place of that tensor.
       operations: node id -> operation.
       ids: operation -> node id.
       nodes: node id -> planner node.
     """
 
+    tracing: _context.Tracing
+    graph: Any
+    returned: Sequence[tf.Tensor]
+    must_run: set[tf.Operation]
+    outer_of: dict[int, tf.Tensor]
+    arguments: dict[tf.Operation, bool] = field(default_factory=dict)
+    foreign: set[Hashable] = field(default_factory=set)
+    once: bool = False
+    replaced: set[tf.Operation] = field(default_factory=set)
+    moved: dict[tuple[tf.Operation, int], tf.Tensor] = field(default_factory=dict)
     operations: list[tf.Operation] = field(default_factory=list)
     ids: dict[tf.Operation, int] = field(default_factory=dict)
     nodes: list[_plan.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        own = self.graph is self.tracing.graph
+        self.kinds = self.tracing.kinds if own else _kinds.Kinds(self.graph)
+        self.describe()
+
+    def describe(self) -> None:
+        """Describes the operations, once more if some have changed."""
+        self.operations = list(self.graph.get_operations())
+        self.ids = {op: index for index, op in enumerate(self.operations)}
+        required = {tensor.op for tensor in self.returned}
+        self.nodes = [self._describe(op, op in required) for op in self.operations]
+
+    def outside(self, handle: tf.Tensor) -> tf.Tensor:
+        """What a resource handle here is outside the trace."""
+        while handle.op.type == "Identity":
+            handle = handle.op.inputs[0]
+        return self.outer_of.get(id(handle), handle)
+
+    def resource_of(self, handle: tf.Tensor) -> Hashable:
+        """An identity for the resource behind a handle."""
+        return id(self.outside(handle))
+
+    def written(self, op: tf.Operation) -> list[tf.Tensor]:
+        """The resources outside that `op` may write."""
+        return [] if op in self.replaced else [self.outside(handle) for handle in _kinds.writes(op)]
+
+    def colours(self) -> list[bool]:
+        """For every node, whether it varies."""
+        return [False] * len(self.nodes) if self.tracing.turns.most == 1 else _plan.find_varying(self.nodes)
+
+    def now(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor that has taken the place of `tensor`, if one has."""
+        return self.moved.get((tensor.op, tensor.value_index), tensor)
+
+    def returns(self, tensor: tf.Tensor) -> bool:
+        return any(tensor.op is other.op and tensor.value_index == other.value_index for other in self.returned)
+
+    def move(self, old: tf.Tensor, new: tf.Tensor) -> None:
+        """Puts `new` in the place of `old`, everywhere."""
+        _tf.replace_tensor(old, new)
+        self.moved[old.op, old.value_index] = new
+        self.returned = [self.now(tensor) for tensor in self.returned]
+
+    def settled_colours(self) -> list[bool]:
+        """For every node, whether it varies, after collectives over uniform values are replaced: those need no loop."""
+        varying = self.colours()
+        for marker, collective in self.tracing.collectives.items():
+            if marker.graph is not self.graph or collective.between_replicas:
+                continue
+            (source,) = marker.inputs
+            if varying[self.ids[source.op]]:
+                continue
+            before = len(self.operations)
+            with self.graph.as_default(), tf.device(source.device), tf.control_dependencies(None):
+                result = self.tracing.uniform_result(collective, source)
+            for op in itertools.islice(self.graph.get_operations(), before, None):
+                self.ids[op] = len(self.operations)
+                self.operations.append(op)
+                self.nodes.append(_plan.Node(tuple(self.ids[tensor.op] for tensor in op.inputs)))
+                varying.append(False)
+            readers = marker.outputs[0].consumers()
+            self.move(marker.outputs[0], result)
+            for reader in readers:
+                self._change(reader, inputs=tuple(self.ids[tensor.op] for tensor in reader.inputs))
+            if self.nodes[self.ids[marker]].required:
+                self._change(marker, required=False)
+                self._change(result.op, required=True)
+        return varying
+
+    def _change(self, op: tf.Operation, **changes: Any) -> None:
+        self.nodes[self.ids[op]] = dataclasses.replace(self.nodes[self.ids[op]], **changes)
+
+    def _describe(self, op: tf.Operation, must: bool) -> _plan.Node:
+        tracing, ids = self.tracing, self.ids
+        inputs = tuple(ids[tensor.op] for tensor in op.inputs)
+        after = tuple(ids[before] for before in op.control_inputs)
+        if op.type == "Placeholder":
+            return _plan.Node(varying=self.arguments.get(op, op is tracing.turn.op), argument=True, required=must)
+        if op in tracing.collectives:
+            border = tracing.collectives[op].between_replicas
+            return _plan.Node(inputs, after, collective=True, border=border, required=must)
+        if op.type == "NoOp":
+            return _plan.Node(inputs, after, hub=True)
+        if op in self.replaced or not _tf.is_stateful(op):
+            cheap = op in tracing.cuts or _kinds.is_cheap(op)
+            return _plan.Node(inputs, after, cheap=cheap, size=_kinds.size_of(op), required=must)
+        resources = {self.resource_of(t) for t in op.inputs if t.dtype == tf.resource}
+        writes = frozenset(id(resource) for resource in self.written(op))
+        own_state = self.kinds.has_own_state(op)
+        # Random draws, prints and Python functions run once per replica whatever their inputs; those of a merge function
+        # once.
+        per_replica = (
+            own_state and tracing.draws_per_turn and not self.once and op not in tracing.graph.cross_replica_ops
+        )
+        effect = bool(writes) or own_state or self.kinds.asserts(op)
+        reads = None
+        if op.type == "ReadVariableOp":
+            (reads,) = resources
+        return _plan.Node(
+            inputs,
+            after,
+            varying=per_replica or bool(resources & self.foreign),
+            pure=False,
+            effect=effect,
+            required=must or (effect and op in self.must_run),
+            reads=reads,
+            writes=writes,
+        )
 
 
 def to_graph(trace: Trace, owner_of: Callable[[tf.Tensor], Any]) -> Graph:
     """Describes a trace to the planner. `owner_of` maps a captured handle to the strategy's variable it belongs to."""
     tracing = trace.tracing
-    result = Graph()
-    for op in tracing.graph.get_operations():
-        result.ids[op] = len(result.operations)
-        result.operations.append(op)
+    leaves = trace.leaves if trace.weights is None else (*trace.leaves, trace.weights)
+    returned = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.graph is tracing.graph]
     outer_of = {id(inner): outer for outer, inner in tracing.graph.captures}
-    returned = trace.leaves if trace.weights is None else (*trace.leaves, trace.weights)
-    required = {leaf.op for leaf in returned if isinstance(leaf, tf.Tensor) and leaf.graph is tracing.graph}
-    # A variable of somebody else that replicas write: each sees the writes of those before it, so all of it varies.
-    foreign: set[Hashable] = set()
+    result = Graph(tracing, tracing.graph, returned, set(trace.must_run), outer_of)
     while True:
-        result.nodes = [_describe(op, trace, result.ids, outer_of, required, foreign) for op in result.operations]
-        found = _foreign_writes(result, outer_of, owner_of, tracing)
-        if found <= foreign:
+        found = _foreign_writes(result, owner_of)
+        if found <= result.foreign:
             return result
-        foreign |= found
+        result.foreign |= found
+        result.describe()
 
 
-def resource_of(handle: tf.Tensor, outer_of: dict[int, tf.Tensor]) -> Hashable:
-    """An identity for the resource behind a handle inside the trace."""
-    while handle.op.type == "Identity":
-        handle = handle.op.inputs[0]
-    return id(outer_of.get(id(handle), handle))
-
-
-def _describe(
-    op: tf.Operation,
-    trace: Trace,
-    ids: dict[tf.Operation, int],
-    outer_of: dict[int, tf.Tensor],
-    required: set[tf.Operation],
-    foreign: set[Hashable],
-) -> _plan.Node:
-    tracing = trace.tracing
-    inputs = tuple(ids[tensor.op] for tensor in op.inputs)
-    after = tuple(ids[before] for before in op.control_inputs)
-    must = op in required
-    if op.type == "Placeholder":
-        return _plan.Node(varying=op is tracing.turn.op, argument=True, required=must)
-    if op in tracing.collectives:
-        border = tracing.collectives[op].between_replicas
-        return _plan.Node(inputs, after, collective=True, border=border, required=must)
-    if op.type == "NoOp":
-        return _plan.Node(inputs, after, hub=True)
-    if not _tf.is_stateful(op):
-        cheap = op in tracing.cuts or _kinds.is_cheap(op)
-        return _plan.Node(inputs, after, cheap=cheap, size=_kinds.size_of(op), required=must)
-    resources = {resource_of(t, outer_of) for t in op.inputs if t.dtype == tf.resource}
-    writes = frozenset(resource_of(t, outer_of) for t in _kinds.writes(op))
-    own_state = tracing.kinds.has_own_state(op)
-    # Random draws, prints and Python functions run once per replica whatever their inputs; those of a merge function once.
-    per_replica = own_state and tracing.draws_per_turn and op not in tracing.graph.cross_replica_ops
-    effect = bool(writes) or own_state or tracing.kinds.asserts(op)
-    reads = None
-    if op.type == "ReadVariableOp":
-        (reads,) = resources
-    return _plan.Node(
-        inputs,
-        after,
-        varying=per_replica or bool(resources & foreign),
-        pure=False,
-        effect=effect,
-        required=must or (effect and op in trace.must_run),
-        reads=reads,
-        writes=writes,
-    )
-
-
-def _foreign_writes(
-    graph: Graph, outer_of: dict[int, tf.Tensor], owner_of: Callable[[tf.Tensor], Any], tracing: _context.Tracing
-) -> set[Hashable]:
+def _foreign_writes(graph: Graph, owner_of: Callable[[tf.Tensor], Any]) -> set[Hashable]:
+    tracing = graph.tracing
     found: set[Hashable] = set()
     for op, node in zip(graph.operations, graph.nodes, strict=True):
-        if not node.writes:
+        if not node.writes or op in tracing.graph.cross_replica_ops:
             continue
-        for tensor in op.inputs:
-            if tensor.dtype != tf.resource or resource_of(tensor, outer_of) not in node.writes:
-                continue
-            while tensor.op.type == "Identity":
-                tensor = tensor.op.inputs[0]
-            outer = outer_of.get(id(tensor))
-            owner = None if outer is None else owner_of(outer)
-            own = tracing.draws_per_turn or any(tracing.varies(source) for source in op.inputs)
-            if own and tracing.writes_in_order(op, owner) and op not in tracing.graph.cross_replica_ops:
-                found.add(resource_of(tensor, outer_of))
+        if tracing.draws_per_turn or any(tracing.varies(source) for source in op.inputs):
+            written = graph.written(op)
+            found |= {id(handle) for handle in written if tracing.writes_in_order(op, owner_of(handle))}
     return found
 
 
-def varying_writes(
-    graph: Graph, varying: Sequence[bool], trace: Trace, owner_of: Callable[[tf.Tensor], Any]
-) -> list[tuple[Any, tf.Operation]]:
+def varying_writes(graph: Graph, owner_of: Callable[[tf.Tensor], Any]) -> list[tuple[Any, tf.Operation]]:
     """(variable, operation) where replicas would write different values to a variable that has one."""
-    outer_of = {id(inner): outer for outer, inner in trace.tracing.graph.captures}
+    tracing = graph.tracing
+    varying = graph.colours()
     found = []
-    for index, (op, node) in enumerate(zip(graph.operations, graph.nodes, strict=True)):
-        if not node.writes or not varying[index]:
+    for index, op in enumerate(graph.operations):
+        if not graph.nodes[index].writes or not varying[index]:
             continue
-        for tensor in op.inputs:
-            if tensor.dtype != tf.resource or resource_of(tensor, outer_of) not in node.writes:
-                continue
-            handle = outer_of.get(id(tensor), tensor)
+        for handle in graph.written(op):
             owner = owner_of(handle)
-            if trace.tracing.writes_in_order(op, owner):
+            if tracing.writes_in_order(op, owner):
                 continue
             if owner is None:
-                raise _errors.varying_write_outside(trace.tracing.function_name, op.type, where(op))
-            if not (trace.tracing.rows_per_turn and owner.handle_is_rows(handle)):
+                raise _errors.varying_write_outside(tracing.function_name, op.type, where(op))
+            if not (tracing.rows_per_turn and owner.handle_is_rows(handle)):
                 found.append((owner, op))
     return found
-
-
-def refuse_varying_conditions(graph: Graph, varying: Sequence[bool], trace: Trace) -> None:
-    """Raises if a collective that was lifted out of a branch stood under a condition that differs between replicas."""
-    tracing = trace.tracing
-    for op in graph.operations if tracing.lifted else ():
-        if op.type in _kinds.BRANCHES and any(tensor.op in tracing.collectives for tensor in op.inputs[1:]):
-            condition = op.inputs[0].op
-            if varying[graph.ids[condition]] and condition not in tracing.collectives:
-                raise _errors.collective_under_varying_condition(tracing.function_name, where(op))
 
 
 def refuse_varying_writes(found: Sequence[tuple[Any, tf.Operation]], trace: Trace) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from microstrat import _errors, _rows, _tf
@@ -706,6 +707,22 @@ def divide_by_replicas(total: Any, num_replicas: Any) -> Any:
         total = total if total.dtype.is_floating or total.dtype.is_complex else tf.cast(total, tf.float64)
         num_replicas = tf.cast(num_replicas, total.dtype)
     return total / num_replicas
+
+
+def same_for_all(structure: Any) -> bool:
+    """Whether every replica is known to have the same value of everything in `structure`."""
+    values = [value for value in tf.nest.flatten(structure) if isinstance(value, PerReplica)]
+    values = [value for value in values if not isinstance(value, Uniform)]
+    if not tf.executing_eagerly():
+        return not values
+    return all(_same(first, other) for value in values for first, *others in [value.values] for other in others)
+
+
+def _same(one: Any, other: Any) -> bool:
+    parts = [tf.nest.flatten(value, expand_composites=True) for value in (one, other)]
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*parts, strict=True)]
+    # NaN is the same as NaN: a gradient that overflowed.
+    return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
 
 
 def select_replica(structure: Any, replica_id: Any) -> Any:

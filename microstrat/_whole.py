@@ -100,6 +100,7 @@ class WholeBatch(_context.Tracing):
         if self._fraction is not None:
             raise _errors.weight_too_late(self.function_name)
         if self.varies(weight):
+            self.refuse_nested_function()
             self._weight = self._out_of_branches("sum", tf.cast(weight, tf.float64))
 
     def result_weights(self) -> tf.Tensor | None:

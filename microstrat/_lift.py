@@ -1,8 +1,8 @@
-"""Collectives inside tf.cond: their source is computed before the branch, so that all replicas meet there.
+"""Collectives inside tf.cond and tf.while_loop: their source is computed outside, where all replicas meet anyway.
 
-LossScaleOptimizer and gradient accumulation take the optimizer step, and with it the all-reduce, under a condition. A
-collective cannot end a loop from inside a branch. But if its source is a pure function of what the branch captured, the
-collective can be lifted out: it then runs whatever the condition says, which costs a sum and changes no result.
+LossScaleOptimizer and gradient accumulation take the optimizer step, and with it the all-reduce, under a condition. If the
+source is a pure function of what the branch captured, the collective can be lifted out: it then runs whatever the condition
+says, which costs a sum and changes no result. (Otherwise `_conditionals` cuts the branch in pieces.)
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _tf
+from microstrat import _kinds, _tf
 
 
 class CannotLift(Exception):
     """Why a tensor cannot be computed outside its branch. Internal: `Tracing` turns it into an error for the user."""
 
 
-def lift(tensor: tf.Tensor, target: Any, *, with_random: bool = False) -> tf.Tensor:
-    """Computes a tensor of a graph inside `target` again in `target`; random draws only if asked for."""
-    return _Lifter(target, with_random).lift(tensor)
+def lift(tensor: tf.Tensor, target: Any, *, with_random: bool = False, with_work: bool = True) -> tf.Tensor:
+    """Computes a tensor of a graph inside `target` again in `target`; random draws, and real work, only if asked for."""
+    return _Lifter(target, with_random, with_work).lift(tensor)
 
 
 class _Lifter:
-    def __init__(self, target: Any, with_random: bool):
+    def __init__(self, target: Any, with_random: bool, with_work: bool):
         self._target = target
         self._with_random = with_random
+        self._with_work = with_work
         self._known: dict[tuple[int, int], tf.Tensor] = {}
         self._captures: dict[int, dict[int, tf.Tensor]] = {}
 
@@ -73,6 +74,8 @@ class _Lifter:
                     raise CannotLift("its source reads a variable that the branch assigns")
         elif _tf.is_stateful(op) and not (self._with_random and _tf.is_random(op)):
             raise CannotLift(f"its source depends on {op.type}, which has state")
+        elif not self._with_work and _kinds.is_work(op):
+            raise CannotLift(f"its source takes work ({op.type})")
         return list(op.inputs)
 
     def _compute(self, tensor: tf.Tensor) -> None:
@@ -84,43 +87,3 @@ class _Lifter:
             outputs = _tf.copy_operation(op, sources, self._target).outputs
         for index, output in enumerate(outputs):
             self._known[id(op), index] = output
-
-
-def drop_dead_inputs(op: tf.Operation, graph: Any) -> None:
-    """Feeds zeros to the arguments of an If or Case that no branch uses any more.
-
-    After lifting, a branch still captures what the lifted source was made of: per-replica gradients, which would make the
-    whole branch look different for every replica.
-    """
-    names = [name for key in ("then_branch", "else_branch", "branches") for name in _tf.function_names(op, key)]
-    live = set[int]().union(*(_live_arguments(_tf.function_definition(graph, name)) for name in names))
-    first = len(op.inputs) - len(_tf.function_definition(graph, names[0]).signature.input_arg)
-    for index in range(first, len(op.inputs)):
-        source = op.inputs[index]
-        if index - first in live or source.dtype in (tf.resource, tf.variant):
-            continue
-        shape = source.shape if source.shape.is_fully_defined() else [1] * (source.shape.rank or 0)
-        with graph.as_default(), tf.control_dependencies(None):
-            _tf.update_input(op, index, tf.zeros(shape, source.dtype))
-
-
-def _live_arguments(definition: Any) -> set[int]:
-    arguments = {argument.name: index for index, argument in enumerate(definition.signature.input_arg)}
-    nodes = {node.name: node for node in definition.node_def}
-    stack = [_source_name(value) for value in (*definition.ret.values(), *definition.control_ret.values())]
-    seen: set[str] = set()
-    live: set[int] = set()
-    while stack:
-        name = stack.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        if name in arguments:
-            live.add(arguments[name])
-        else:
-            stack.extend(_source_name(value) for value in nodes[name].input)
-    return live
-
-
-def _source_name(value: str) -> str:
-    return value.lstrip("^").split(":")[0]
