@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -56,6 +56,9 @@ class Tracing:
       outermost: the graph outside all traces.
       inline: whether nested tf.functions run inline (they hold a collective).
       lifted: markers of collectives that stood in a branch, and were lifted out of it.
+      continues: the trace whose loop this one is a turn of, if it is one.
+      run_loop: runs a tf.while_loop that holds a collective: see `_loops.run`.
+      unfolded: which loops of the replica function, in the order it makes them, are known to.
       functions: the tf.functions whose traces this one becomes part of.
       restart: why the trace must start again, if it must.
       draws_per_turn: whether random draws, prints and the like happen every turn, whatever they depend on.
@@ -66,6 +69,7 @@ class Tracing:
     draws_per_turn = True
     rows_per_turn = True
     listed = "all"
+    continues: Tracing | None = None
 
     def __init__(
         self,
@@ -75,9 +79,15 @@ class Tracing:
         *,
         turns: _rows.Turns,
         inline: bool,
+        run_loop: Callable[..., Any],
+        unfolded: frozenset[int] = frozenset(),
         around: Tracing | None = None,
     ):
         self.strategy = strategy
+        self.run_loop = run_loop
+        self.unfolded = unfolded
+        self._loops = 0
+        self._loops_inside: list[int] = []
         self.turns = turns
         self.function_name = function_name
         self.outer = outer
@@ -115,6 +125,29 @@ class Tracing:
     def _replica_id(self) -> tf.Tensor:
         return self.turn
 
+    def continuation(self, function_name: str, outer: tf.Graph, **options: Any) -> Tracing:
+        """The trace of one turn of a loop in the replica function."""
+        return Continuation(
+            self.strategy,
+            function_name,
+            outer,
+            turns=self.turns,
+            run_loop=self.run_loop,
+            around=self.around,
+            continues=self,
+            **options,
+        )
+
+    def current(self) -> Tracing:
+        """The trace that is being made of a loop in this one; this one itself if none is."""
+        for tracing in reversed(getattr(_thread, "tracings", [])):
+            ancestor = tracing
+            while ancestor is not None and ancestor is not self:
+                ancestor = ancestor.continues
+            if ancestor is self:
+                return tracing
+        return self
+
     def context(self) -> SymbolicReplicaContext:
         """The replica context that the replica function runs in."""
         return SymbolicReplicaContext(self)
@@ -125,11 +158,30 @@ class Tracing:
         with contextlib.ExitStack() as stack:
             if self.turns.most > 1:
                 stack.enter_context(keras_of_replicas(self.strategy, self.function_name))
+                stack.enter_context(_tf.hooked_loops(self._loop))
             if self.strategy.extended.draws_independently:
-                stack.enter_context(_tf.hooked_operations(self._own_draws))
+                stack.enter_context(_tf.hooked_operations(lambda draw: self.current().own_draws(draw)))
             yield
 
-    def _own_draws(self, draw: _tf.StatelessDraw) -> tf.Tensor | None:
+    def _loop(self, stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """In place of a loop: the loop as it is, if it holds no collective."""
+        tracing = self.current()
+        if tracing is not current_tracing() or enclosing_function(tf.compat.v1.get_default_graph(), tracing.graph):
+            return stock(*args, **options)
+        number = tracing._loops  # noqa: SLF001 - another trace of this class
+        return tracing._numbered_loop(number, stock, args, options)  # noqa: SLF001
+
+    def _numbered_loop(self, number: int, stock: Callable[..., Any], args: Any, options: Any) -> Any:
+        self._loops += 1
+        if number in self.unfolded:
+            return self.run_loop(self, stock, *args, **options)
+        self._loops_inside.append(number)
+        try:
+            return stock(*args, **options)
+        finally:
+            self._loops_inside.pop()
+
+    def own_draws(self, draw: _tf.StatelessDraw) -> tf.Tensor | None:
         """Gives each replica a key of its own for a random draw that all would do alike."""
         return None if self.varies(draw.key) else draw.key_for(live_turn(), self.turns.most)
 
@@ -180,7 +232,7 @@ class Tracing:
 
     def collect(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
         """Leaves a marker that stands for a collective over `tensor`, and returns its result."""
-        tensor = self._source(collective.kind, tensor)
+        tensor = self._source(collective, tensor)
         shape = tensor.shape
         if collective.kind == "concat" and shape.rank is not None:
             dims = shape.as_list()
@@ -274,22 +326,32 @@ class Tracing:
         except _lift.CannotLift as reason:
             raise _errors.collective_in_loop(kind, self.function_name, str(reason)) from None
 
-    def _source(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
+    def _source(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
         """The tensor that a collective is over, in the trace if it can be, else in the branch that it stands in.
 
         In a branch stays what is not worth doing in vain. Out of a loop a collective must come.
         """
         self.refuse_nested_function()
         graph: Any = tf.compat.v1.get_default_graph()
-        if in_loop(graph):
-            return self._out_of_branches(kind, tensor)
+        if tensor.graph is not graph:
+            tensor = tf.identity(tensor)
+        looping = _tf.in_loop(graph, self.graph)
+        if collective.between_replicas and (looping or self.continues is not None):
+            reason = "replicas that cut their batches in micro-batches cannot meet there"
+            raise _errors.collective_in_loop(collective.kind, self.function_name, reason)
+        if graph is self.graph or (self.turns.most == 1 and not collective.between_replicas):
+            return tensor
         try:
-            return _lift.lift(tensor, self.graph, with_work=False)
-        except _lift.CannotLift:
-            with graph.as_default():
-                return tf.identity(tensor)
+            return _lift.lift(tensor, self.graph, with_work=looping)
+        except _lift.CannotLift as reason:
+            if not looping:
+                return tensor
+            if not self._loops_inside:
+                raise _errors.collective_in_loop(collective.kind, self.function_name, str(reason)) from None
+            self.unfolded |= {self._loops_inside[0]}
+            self._restart("loop")
 
-    def _restart(self, reason: str) -> None:
+    def _restart(self, reason: str) -> NoReturn:
         """Gives up this trace. The tracer sees `restart`: AutoGraph would not let a type of our own through."""
         self.restart = reason
         raise RuntimeError(f"internal: the trace of {self.function_name!r} starts again ({reason})")
@@ -299,6 +361,23 @@ class Tracing:
         if isinstance(value, tf.Tensor | tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
             return _values.Symbolic(self.num_replicas, value, self.all_values)
         return value
+
+    def values_of_turns(self, tensor: tf.Tensor) -> _values.PerReplica:
+        """The values of `tensor` in all turns, where they are the same for all."""
+        most = self.turns.most
+
+        def all_of(part: tf.Tensor) -> tf.Tensor:
+            found = self.collect(Collective("concat"), part[tf.newaxis])
+            if self.turns.happen() is not None:  # turns that never run have zeros
+                found = tf.concat([found, tf.zeros([most - tf.shape(found)[0], *part.shape], part.dtype)], 0)
+            return tf.ensure_shape(found, [most, *part.shape])
+
+        if tensor.shape.is_fully_defined():
+            return _values.Stacked(most, all_of(tensor))
+        if not tensor.shape.rank or tensor.dtype in (tf.variant, tf.resource):
+            raise _errors.loop_variable(self.function_name, tensor.dtype.name, tensor.shape)
+        lengths = all_of(tf.shape(tensor, tf.int64)[0])
+        return _values.Concatenated(most, self.collect(Collective("concat"), tensor), lengths)
 
     def varies(self, value: Any) -> bool:
         """Whether a value may differ between replicas, as far as the trace tells by now.
@@ -310,9 +389,12 @@ class Tracing:
         if not hasattr(value, "graph"):
             return False
         value = _unwrapped(value)
-        if enclosing_function(value.graph, self.graph) is not None:
+        if _tf.is_inside(value.graph, self.graph) and enclosing_function(value.graph, self.graph) is not None:
             return True
-        stack = [value.op]
+        return self.operation_varies(value.op)
+
+    def operation_varies(self, operation: tf.Operation) -> bool:
+        stack = [operation]
         while stack:
             op = stack[-1]
             if op in self._varies:
@@ -325,15 +407,22 @@ class Tracing:
                 continue
             self._varies[op] = self._varies_itself(op) or any(self._varies[source] for source in sources)
             stack.pop()
-        return self._varies[value.op]
+        return self._varies[operation]
 
     def _varies_itself(self, op: tf.Operation) -> bool:
         if op is self.turn.op:
             return True
+        if not _tf.is_inside(op.graph, self.graph):
+            return self._varies_outside(op)
         return self.draws_per_turn and self.kinds.has_own_state(op) and op not in self.graph.cross_replica_ops
 
+    def _varies_outside(self, op: tf.Operation) -> bool:
+        """Whether an operation of a graph further out gives what differs between replicas."""
+        del op
+        return False
+
     def _sources_of(self, op: tf.Operation) -> list[tf.Operation]:
-        if op in self.collectives:
+        if op in self.collectives or not _tf.is_inside(op.graph, self.graph):
             return []
         if op.type in _kinds.BRANCHES:
             results = [tensor for graph in _tf.branch_graphs(op) for tensor in graph.outputs]
@@ -369,6 +458,77 @@ class Tracing:
                     replacement = read()
             _tf.replace_tensor(op.outputs[0], replacement)
             self.redirected.append((op.outputs[0], replacement))
+
+
+class Continuation(Tracing):
+    """The trace of one turn of a tf.while_loop in the replica function of another trace.
+
+    What differs between replicas outside is read as all their values, of which each picks its own.
+    """
+
+    continues: Tracing
+
+    def __init__(self, *args: Any, continues: Tracing, place: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.continues = continues
+        self._place = place
+        self._read_as: dict[tuple[tf.Operation, int], tf.Tensor] = {}
+        self.graph.substitute = self._substitute
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        yield  # what the other trace has in force goes on
+
+    def returned(self, value: Any) -> Any:
+        return value
+
+    def present(self, result: Any) -> Any:
+        return result
+
+    def result_weights(self) -> tf.Tensor | None:
+        return None
+
+    def weights_of_turns(self) -> tf.Tensor | None:
+        return None
+
+    def concatenated(self, flat: tf.Tensor, lengths: tf.Tensor) -> _values.PerReplica:
+        return _values.Concatenated(self.turns.most, flat, lengths)
+
+    def _in_loop(self, graph: Any) -> bool:
+        """Whether a graph is the loop's, where all replicas have the same values."""
+        return graph is not self._place and _tf.is_inside(graph, self._place)
+
+    def _varies_outside(self, op: tf.Operation) -> bool:
+        return not self._in_loop(op.graph) and self.continues.operation_varies(op)
+
+    def _substitute(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        outer = self.continues
+        if tensor.dtype == tf.resource or self._in_loop(tensor.graph):
+            return None
+        if not _tf.is_inside(tensor.graph, outer.graph):
+            with outer.graph.as_default():
+                further = outer.graph.substitute(tensor)
+            if further is None:
+                return None
+            tensor = further
+        if not outer.varies(tensor):
+            return None
+        if tensor.op is outer.turn.op:
+            return self.turn
+        key = (tensor.op, tensor.value_index)
+        if key not in self._read_as:
+            with _tf.stop_recording():
+                with self._place.as_default(), tf.control_dependencies(None):
+                    values = outer.values_of_turns(tensor)
+                with self.graph.as_default(), tf.control_dependencies(None):
+                    self._read_as[key] = own = values.select(self.turn)
+                    own.set_shape(tensor.shape)
+        _tf.record_same(self._read_as[key], tensor)
+        return self._read_as[key]
+
+    def adopt_local_state(self, primary: Any, read: Callable[[], tf.Tensor]) -> None:
+        super().adopt_local_state(primary, read)
+        self.continues.adopt_local_state(primary, read)
 
 
 def _unwrapped(tensor: tf.Tensor) -> tf.Tensor:
@@ -536,15 +696,6 @@ class SymbolicReplicaContext(ReplicaContext):
         if here is not graph:
             graph.cross_replica_ops.update(itertools.islice(here.get_operations(), before, None))
         return _values.select_replica(result, tracing.replica_id)
-
-
-def in_loop(graph: Any) -> bool:
-    """Whether `graph` is part of a tf.while_loop's body."""
-    while isinstance(graph, _tf.FuncGraph):
-        if _tf.is_loop_body(graph):
-            return True
-        graph = _tf.outer_graph(graph)
-    return False
 
 
 def at_every_call(graph: Any, action: Callable[[], Any]) -> None:

@@ -18,6 +18,7 @@ from microstrat import (
     _errors,
     _inputs,
     _keras,
+    _loops,
     _lower,
     _tf,
     _trace,
@@ -83,7 +84,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if self.micro_batches > 1:
             fn = self._in_micro_batches(fn, (tuple(args), kwargs))
         number = _arguments.turns((tuple(args), kwargs), self._number)
-        make_tracing = functools.partial(_context.Tracing, strategy, turns=number)
+        make_tracing = functools.partial(_context.Tracing, strategy, turns=number, run_loop=self._run_loop)
         return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
 
     def _in_micro_batches(self, fn: Callable[..., Any], structure: Any) -> Callable[..., Any]:
@@ -113,10 +114,14 @@ class MicroBatchExtended(_tf.StrategyExtended):
             _whole.WholeBatch,
             strategy,
             turns=number,
+            run_loop=self._run_loop,
             loss_reduction=self.loss_reduction,
             around=_context.current_tracing(),
         )
         return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
+
+    def _run_loop(self, *args: Any, **options: Any) -> Any:
+        return _loops.run(*args, **options, device=self._device)
 
     def announce(self, subject: str, message: str) -> None:
         """Warns, once for each subject."""
@@ -218,7 +223,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             earlier = [wrote for trace, wrote in assumptions if trace is None or trace() is not tracing]
             if tracing is not None and earlier and any(function is known for known in active):
                 unfinished.append(function)
-                if any(earlier) or _context.in_loop(tracing.outer):
+                if any(earlier) or _tf.in_loop(tracing.outer):
                     variable.assumed_shared_by.clear()
                     raise _errors.became_local_too_late(variable.name, tracing.function_name)
         variable.assumed_shared_by.clear()

@@ -49,11 +49,12 @@ class _Lifter:
         return found
 
     def _find(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        if getattr(tensor, "graph", None) is self._target or not hasattr(tensor, "graph"):
-            return tensor
-        if not isinstance(tensor.graph, _tf.FuncGraph):
-            return tensor  # an eager tensor, or one of a graph further out
+        if not hasattr(tensor, "graph") or not self._is_inside(tensor.graph):
+            return tensor  # an eager tensor, or one of the target or of a graph further out
         return self._known.get((id(tensor.op), tensor.value_index))
+
+    def _is_inside(self, graph: Any) -> bool:
+        return graph is not self._target and _tf.is_inside(graph, self._target)
 
     def _outer(self, tensor: tf.Tensor) -> tf.Tensor | None:
         graph = tensor.graph
@@ -69,6 +70,8 @@ class _Lifter:
                 raise CannotLift("its source depends on a value that the loop itself computes")
             return [outer]
         if op.type in ("ReadVariableOp", "ResourceGather"):
+            if _tf.in_loop(op.graph, self._target):
+                raise CannotLift("its source reads a variable, which a turn of the loop may change")
             for other in op.inputs[0].consumers():
                 if other is not op and _tf.written_resources(other):
                     raise CannotLift("its source reads a variable that the branch assigns")

@@ -49,8 +49,10 @@ from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
 from tensorflow.python.ops import random_ops_util as _random_ops_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops
+from tensorflow.python.ops import tensor_array_ops as _tensor_array_ops
 from tensorflow.python.ops import variable_scope as _variable_scope
 from tensorflow.python.ops import while_loop as _while_loop
+from tensorflow.python.ops import while_v2 as _while_v2
 from tensorflow.python.trackable import base as _trackable
 from tensorflow.python.types import distribute as _distribute_types
 from tensorflow.python.util import nest as _nest
@@ -312,12 +314,19 @@ class _ReplicaGraph(_func_graph.FuncGraph):
         super().__init__(name)
         self.cross_replica_depth = 0
         self.cross_replica_ops: set[tf.Operation] = set()
+        self.substitute: Callable[[tf.Tensor], tf.Tensor | None] = lambda _: None
+        """Gives what a tensor of a graph around is to be read as in here, if not as itself."""
 
     def _create_op_internal(self, *args: Any, **kwargs: Any) -> Any:
         op: Any = super()._create_op_internal(*args, **kwargs)
         if self.cross_replica_depth:
             self.cross_replica_ops.add(op)
         return op
+
+    def capture(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        other = getattr(tensor, "graph", self) is not self if not isinstance(tensor, _ops.EagerTensor) else False
+        own = self.substitute(tensor) if other else None
+        return super().capture(tensor, *args, **kwargs) if own is None else own
 
     def capture_call_time_value(self, closure: Callable[[], Any], spec: Any, key: Any = None, **kwargs: Any) -> Any:
         """Values that a nested function asks its caller for (replica id, local state) are had right here."""
@@ -346,8 +355,20 @@ def is_control_flow_graph(graph: tf.Graph) -> bool:
     return bool(getattr(graph, "is_control_flow_graph", False))
 
 
-def is_loop_body(graph: tf.Graph) -> bool:
-    return isinstance(graph, _control_flow_util_v2.WhileBodyFuncGraph)  # no public way to ask
+def is_inside(graph: Any, other: Any) -> bool:
+    """Whether `graph` is `other`, or in it."""
+    while isinstance(graph, FuncGraph) and graph is not other:
+        graph = outer_graph(graph)
+    return graph is other
+
+
+def in_loop(graph: Any, stop: Any = None) -> bool:
+    """Whether `graph` is part of a tf.while_loop's body, inside of `stop`."""
+    while isinstance(graph, FuncGraph) and graph is not stop:
+        if isinstance(graph, _control_flow_util_v2.WhileBodyFuncGraph):  # no public way to ask
+            return True
+        graph = outer_graph(graph)
+    return False
 
 
 def outer_graph(graph: Any) -> tf.Graph | None:
@@ -572,6 +593,31 @@ def as_element(arguments: tuple[Any, ...]) -> Any:
 def optional_with_spec(optional: Any, element_spec: Any) -> Any:
     """The same Optional, its value seen as `element_spec`; the public class has no constructor for that."""
     return _optional_ops._OptionalImpl(optional._variant_tensor, element_spec)
+
+
+def scratch_graph(name: str) -> Any:
+    """A FuncGraph in the current graph, to build in and throw away."""
+    return _func_graph.FuncGraph(name)
+
+
+def tensor_array_with_flow(array: tf.TensorArray, flow: tf.Tensor) -> tf.TensorArray:
+    """The same tf.TensorArray with what has been written to it since; the public class has no such constructor."""
+    return _tensor_array_ops.build_ta_with_new_flow(array, flow)
+
+
+def record_same(inner: tf.Tensor, outer: tf.Tensor) -> None:
+    """Tells the tapes that are recording that `inner` is `outer`, as a FuncGraph does of what it captures."""
+    _record.record_operation("captured_value", [inner], [outer], lambda gradient: [gradient])
+
+
+@contextlib.contextmanager
+def hooked_loops(hook: Callable[..., Any]) -> Iterator[None]:
+    """Calls `hook(stock, cond, body, loop_vars, **options)` for every loop that this thread puts in a graph.
+
+    tf.while_loop, tf.map_fn and the like, AutoGraph's loops and Keras' all come by here.
+    """
+    with _patches.replaced(_while_v2, "while_loop", lambda stock: functools.partial(hook, stock)):
+        yield
 
 
 def while_loop_same_structure(cond: Any, body: Any, loop_vars: Any) -> Any:

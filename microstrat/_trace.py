@@ -43,22 +43,25 @@ def trace(
     kwargs: dict[str, Any],
     device: str,
 ) -> Trace:
-    """Runs `fn` once for all replicas and returns its trace. `make_tracing(function_name, outer, inline=)` begins one.
+    """Runs `fn` once for all replicas and returns its trace.
+
+    `make_tracing(function_name, outer, inline=, unfolded=)` begins one.
 
     It runs again from the start where TensorFlow's graphs leave no other way: a nested tf.function turned out to hold a
-    collective (it then runs inline), or a variable got a value per replica after a branch had read it. Both happen at
-    most once per function or variable.
+    collective (it then runs inline), or a loop did (see `_loops`), or a variable got a value per replica after a branch had
+    read it. Each happens at most once per function, loop or variable.
     """
-    inline = False
+    inline, unfolded = False, frozenset[int]()
     for _ in range(_MAX_TRACES):
-        tracing = make_tracing(name_of(fn), tf.compat.v1.get_default_graph(), inline=inline)
+        tracing = make_tracing(name_of(fn), tf.compat.v1.get_default_graph(), inline=inline, unfolded=unfolded)
         try:
             return _trace_once(tracing, fn, args, kwargs, device)
         except Exception:
             if tracing.restart is None:
                 raise
             inline = inline or tracing.restart == "inline"
-    raise AssertionError("a trace restarts once per variable at most")
+            unfolded |= tracing.unfolded
+    raise AssertionError("a trace restarts once per variable, or loop, at most")
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -91,7 +94,7 @@ def _trace_once(
         weights = tracing.result_weights()
         for old, new in tracing.redirected:
             _tf.replace_tensor(old, new)
-        if tracing.around is None:
+        if tracing.around is None and tracing.continues is None:
             _follow_replica_0(tracing)
     _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
     leaves = tuple(_unwrapped(leaf) for leaf in leaves)

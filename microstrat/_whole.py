@@ -34,6 +34,7 @@ class WholeBatch(_context.Tracing):
 
     Attributes:
       loss_reduction: "mean" if the losses are means over rows, "sum" if they are sums.
+      weight: float64 scalar, what the user says the micro-batch weighs; None if that is its rows.
     """
 
     # A draw, a print, a Python function without anything of a micro-batch in it happens once, as on one device.
@@ -45,7 +46,7 @@ class WholeBatch(_context.Tracing):
         super().__init__(*args, **kwargs)
         self.loss_reduction = loss_reduction
         self._fraction: tf.Tensor | None = None
-        self._weight: tf.Tensor | None = None
+        self.weight: tf.Tensor | None = None
         self._taking_gradient = False
         self._means: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
         self._starts: dict[int, tf.Tensor] = {}
@@ -59,14 +60,33 @@ class WholeBatch(_context.Tracing):
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_tf.hooked_operations(self._own_draws))
+            stack.enter_context(_tf.hooked_operations(lambda draw: self.current().own_draws(draw)))
             if self.turns.most > 1:
-                stack.enter_context(_tf.hooked_gradients(self._gradient))
-                stack.enter_context(_keras.whole_batch_losses(self, self.loss_reduction))
+                stack.enter_context(_tf.hooked_loops(self._loop))
+                stack.enter_context(
+                    _tf.hooked_gradients(lambda *args, **options: self.current().gradient(*args, **options))
+                )
+                stack.enter_context(_keras.whole_batch_losses(_Current(self), self.loss_reduction))
             yield
+
+    def continuation(self, function_name: str, outer: tf.Graph, **options: Any) -> _context.Tracing:
+        return ContinuedWholeBatch(
+            self.strategy,
+            function_name,
+            outer,
+            turns=self.turns,
+            run_loop=self.run_loop,
+            loss_reduction=self.loss_reduction,
+            around=self.around,
+            continues=self,
+            **options,
+        )
 
     def varies(self, value: Any) -> bool:
         return self.turns.most > 1 and super().varies(value)
+
+    def current(self) -> Any:
+        return super().current()
 
     def uniform_sum(self, value: tf.Tensor) -> tf.Tensor:
         return value
@@ -84,8 +104,8 @@ class WholeBatch(_context.Tracing):
             with self.graph.as_default(), tf.control_dependencies(None):
                 if self.turns.rows is None:
                     fraction = tf.constant(1.0, tf.float64)
-                elif self._weight is not None:
-                    fraction = self._weight / self.total(self._weight)
+                elif self.weight is not None:
+                    fraction = self.weight / self.total(self.weight)
                 else:
                     rows = self.turns.rows_of_turn(self.turn)
                     fraction = tf.cast(rows, tf.float64) / tf.cast(self.turns.rows, tf.float64)
@@ -101,13 +121,13 @@ class WholeBatch(_context.Tracing):
             raise _errors.weight_too_late(self.function_name)
         if self.varies(weight):
             self.refuse_nested_function()
-            self._weight = self._out_of_branches("sum", tf.cast(weight, tf.float64))
+            self.weight = self._out_of_branches("sum", tf.cast(weight, tf.float64))
 
     def result_weights(self) -> tf.Tensor | None:
         """Float64 [n], what the results of each micro-batch weigh in a mean; None if their rows are what they weigh."""
-        if self._weight is None:
+        if self.weight is None:
             return None
-        weights = self.collect(_context.Collective("concat"), self._weight[tf.newaxis])
+        weights = self.collect(_context.Collective("concat"), self.weight[tf.newaxis])
         with self.graph.as_default():
             missing = tf.zeros([self.turns.most - tf.shape(weights)[0]], weights.dtype)
             return tf.ensure_shape(tf.concat([weights, missing], 0), [self.turns.most])
@@ -275,7 +295,7 @@ class WholeBatch(_context.Tracing):
         return False
 
     # --- Gradients ----------------------------------------------------------------------------------------------------
-    def _gradient(
+    def gradient(
         self, compute: Callable[..., Any], target: Any, sources: Any, output_gradients: Any, **options: Any
     ) -> Any:
         """In place of GradientTape.gradient: gradients come out as the whole batch's.
@@ -330,7 +350,7 @@ class WholeBatch(_context.Tracing):
         if is_other:
             message = _errors.loss_not_as_declared(self.function_name, kind.value, self.loss_reduction)
             self.strategy.extended.announce("loss reduction", message)
-        elif kind is _degrees.Kind.RATIO and self.loss_reduction == "mean" and self._weight is None:
+        elif kind is _degrees.Kind.RATIO and self.loss_reduction == "mean" and self.weight is None:
             self.strategy.extended.announce("loss weight", _errors.loss_divided_by_a_sum(self.function_name))
 
     def _differentiable_total(self, value: Any) -> Any:
@@ -446,7 +466,7 @@ class WholeBatch(_context.Tracing):
         return mean - between if method == "assign_sub" else mean + between
 
     # --- Random draws -------------------------------------------------------------------------------------------------
-    def _own_draws(self, draw: _tf.StatelessDraw) -> tf.Tensor | None:
+    def own_draws(self, draw: _tf.StatelessDraw) -> tf.Tensor | None:
         """Gives draws whose shape has the micro-batch's rows in it a key of their own in every micro-batch.
 
         Their seed is one for the whole batch, so all would draw the same. A draw of another shape (noise for the weights)
@@ -486,6 +506,30 @@ def _see_through(tensor: tf.Tensor) -> tf.Tensor:
         if not nothing and not (op.type == "Reshape" and source.shape.rank == tensor.shape.rank == 1):
             return tensor
         tensor = source
+
+
+class _Current:
+    """Adds and weighs for Keras, in a trace or in that of a loop in it."""
+
+    def __init__(self, tracing: WholeBatch):
+        self._tracing = tracing
+
+    def varies(self, value: Any) -> bool:
+        return self._tracing.current().varies(value)
+
+    def total(self, value: Any) -> Any:
+        return self._tracing.current().total(value)
+
+    def fraction(self) -> tf.Tensor:
+        return self._tracing.current().fraction()
+
+
+class ContinuedWholeBatch(_context.Continuation, WholeBatch):
+    """One turn of a loop in the replica function, of all micro-batches."""
+
+    def __init__(self, *args: Any, continues: Any, **options: Any):
+        super().__init__(*args, continues=continues, **options)
+        self.weight = continues.weight
 
 
 class WholeBatchContext(_context.SymbolicReplicaContext):

@@ -195,19 +195,6 @@ def test_collective_under_a_varying_condition() -> None:
         in_function(build)
 
 
-def test_collective_over_a_loop_variable() -> None:
-    def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
-        def loop() -> tf.Tensor:
-            return tf.while_loop(lambda x: x < 10.0, lambda x: (all_reduce(x),), [tf.ones([])])
-
-        return loop
-
-    with pytest.raises(
-        RuntimeError, match=r"'loop' has an all-reduce inside a tf\.while_loop.*cannot be taken out"
-    ):
-        in_function(build)
-
-
 def test_integer_variable_with_mean() -> None:
     def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
         with ours.scope():
