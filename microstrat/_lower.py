@@ -10,10 +10,11 @@ added to the trace first, as ordinary operations around the user's own:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import tensorflow as tf
@@ -30,6 +31,17 @@ Key = tuple[int, int]  # (node id, output index): one tensor of the trace
 def last_plan() -> _plan.Plan | None:
     """The plan of the last replica function lowered on this thread, for structure tests."""
     return getattr(_last, "plan", None)
+
+
+@contextlib.contextmanager
+def observed(observer: Callable[[_trace.Trace, _trace.Graph, _plan.Plan], None]) -> Iterator[None]:
+    """Calls `observer` with everything that is lowered on this thread, while it is still there to look at."""
+    before = getattr(_last, "observer", None)
+    _last.observer = observer
+    try:
+        yield
+    finally:
+        _last.observer = before
 
 
 def run(
@@ -69,6 +81,8 @@ def run(
     varying = graph.settled_colours()
     emitter = _Emitter(trace, graph, device)
     plan = _plan.plan(graph.nodes, varying)
+    if getattr(_last, "observer", None) is not None:
+        _last.observer(trace, graph, plan)
     result = emitter.emit(plan, varying)
     _last.plan = plan
     _tf.dismantle(trace.tracing.graph)

@@ -236,7 +236,7 @@ def _move_late(
 ) -> dict[int, int]:
     """Moves every node to the last stage of its colour that still serves all that follows it."""
     stage = dict(first)
-    last = max(first.values(), default=0)
+    last = _at_least(max(first.values(), default=0), False)
     limit: dict[int, int] = {}
     for index in reversed(order):
         node = nodes[index]

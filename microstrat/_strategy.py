@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _extended, _tf, _whole
+from microstrat import _errors, _explain, _extended, _tf, _whole
 
 
 class MicroBatchStrategy(tf.distribute.Strategy):
@@ -144,6 +144,29 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         """
         self._check_scope("strategy.run")
         return super().run(fn, args=args, kwargs=kwargs, options=options)
+
+    def explain(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> _explain.Explanation:
+        """Prints and returns what the engine makes of a replica function: `run`, with nothing run.
+
+        Args:
+          fn: the replica function.
+          args: as for `run`.
+          kwargs: as for `run`.
+
+        Returns:
+          The stages and what they hold, the collectives, and what is kept for every replica, with sizes in bytes. Printed as
+          tables if rich is installed, else as text.
+
+        Raises:
+          What `run` raises in a tf.function. As there, `fn` is traced: Python side effects happen, and it may create
+          variables.
+        """
+        self._check_scope("strategy.explain")
+        explanation = _explain.explain(self, fn, args, kwargs)
+        explanation.print()
+        return explanation
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Reduces a per-replica value (or a structure of them) to one, as `tf.distribute.Strategy.reduce`.
