@@ -128,7 +128,9 @@ class _Emitter:
         """Replaces collectives whose source is the same in all replicas: no loop is needed to know their result."""
         for marker, collective in self.tracing.collectives.items():
             (source,) = marker.inputs
-            if varying[self.graph.ids[source.op]] or collective.between_replicas:
+            # What is beyond `varying` has been added here, for an earlier collective: it is uniform.
+            source_id = self.graph.ids[source.op]
+            if (source_id < len(varying) and varying[source_id]) or collective.between_replicas:
                 continue
             before = len(self.inner.get_operations())
             with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):

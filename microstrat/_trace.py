@@ -195,7 +195,9 @@ def to_graph(trace: Trace, owner_of: Callable[[tf.Tensor], Any]) -> Graph:
         result.operations.append(op)
     outer_of = {id(inner): outer for outer, inner in tracing.graph.captures}
     returned = trace.leaves if trace.weights is None else (*trace.leaves, trace.weights)
-    required = {leaf.op for leaf in returned if isinstance(leaf, tf.Tensor) and leaf.graph is tracing.graph}
+    required = {
+        leaf.op for leaf in returned if isinstance(leaf, tf.Tensor) and getattr(leaf, "graph", None) is tracing.graph
+    }
     # A variable of somebody else that replicas write: each sees the writes of those before it, so all of it varies.
     foreign: set[Hashable] = set()
     while True:
