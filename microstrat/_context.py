@@ -358,7 +358,9 @@ class Tracing:
 
     def symbolic(self, value: Any) -> Any:
         """What a merge function sees of an argument."""
-        if isinstance(value, tf.Tensor | tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
+        if isinstance(value, tf.Tensor | tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor) and not self.shares(
+            value
+        ):
             return _values.Symbolic(self.num_replicas, value, self.all_values)
         return value
 
@@ -378,6 +380,21 @@ class Tracing:
             raise _errors.loop_variable(self.function_name, tensor.dtype.name, tensor.shape)
         lengths = all_of(tf.shape(tensor, tf.int64)[0])
         return _values.Concatenated(most, self.collect(Collective("concat"), tensor), lengths)
+
+    def shares(self, value: Any) -> bool:
+        """Whether `value` is a tensor made outside the replica function: not a value of each of N replicas, but one."""
+        if self.num_replicas == 1 or not isinstance(value, tf.Tensor):
+            return False
+        replica_function = self.graph if self.around is None else self.around.graph
+        graph: Any
+        while _tf.is_inside(graph := getattr(value, "graph", None), replica_function):
+            if value.op.type not in ("Placeholder", "Const"):  # a capture may be either
+                return False
+            outer = next((outer for outer, inner in graph.captures if inner is value), None)
+            if outer is None:
+                return False
+            value = outer
+        return True
 
     def varies(self, value: Any) -> bool:
         """Whether a value may differ between replicas, as far as the trace tells by now.
@@ -608,7 +625,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             part if isinstance(part, tf.IndexedSlices) else tf.convert_to_tensor(part)
             for part in tf.nest.flatten(value)
         ]
-        if any(isinstance(part, tf.IndexedSlices) for part in flat) or not _tf.tape_is_recording():
+        if any(isinstance(part, tf.IndexedSlices) for part in flat) or not _may_be_differentiated():
             return tf.nest.pack_sequence_as(value, self._reduce_flat(reduce_op, flat))
 
         @tf.custom_gradient
@@ -617,6 +634,11 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             return reduced, lambda *gradients: self._reduce_gradient(reduce_op, list(gradients))
 
         return tf.nest.pack_sequence_as(value, reduce(*flat))
+
+
+def _may_be_differentiated() -> bool:
+    """In a graph always, since tf.gradients asks nobody before."""
+    return not tf.executing_eagerly() or _tf.tape_is_recording()
 
 
 def live_replica_id() -> Any:
@@ -661,7 +683,7 @@ class SymbolicReplicaContext(ReplicaContext):
 
     def _reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
         flat = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        if not _tf.tape_is_recording():
+        if not _may_be_differentiated():
             return self.tracing.reduce_gradient(reduce_op, flat)
 
         @tf.custom_gradient
@@ -676,7 +698,12 @@ class SymbolicReplicaContext(ReplicaContext):
         return self.strategy.extended.worker_devices[:1]
 
     def _reduce_flat(self, reduce_op: tf.distribute.ReduceOp, flat: list[Any]) -> list[Any]:
-        return [self.tracing.reduce(reduce_op, part) for part in flat]
+        return [
+            reduce_shared(self.strategy, reduce_op, part)
+            if self.tracing.shares(part)
+            else self.tracing.reduce(reduce_op, part)
+            for part in flat
+        ]
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs `merge_fn` inline, once: its arguments are symbols that stand for all replicas' values."""
@@ -696,6 +723,15 @@ class SymbolicReplicaContext(ReplicaContext):
         if here is not graph:
             graph.cross_replica_ops.update(itertools.islice(here.get_operations(), before, None))
         return _values.select_replica(result, tracing.replica_id)
+
+
+def reduce_shared(strategy: Any, reduce_op: tf.distribute.ReduceOp, value: tf.Tensor) -> tf.Tensor:
+    """All-reduce of one tensor that all replicas share by identity: as in tf.distribute, it counts once."""
+    if reduce_op == tf.distribute.ReduceOp.SUM:
+        strategy.extended.announce(
+            "shared tensor", _errors.shared_tensor_counts_once(value, strategy.num_replicas_in_sync)
+        )
+    return tf.identity(value)
 
 
 def at_every_call(graph: Any, action: Callable[[], Any]) -> None:

@@ -292,7 +292,7 @@ def _drive(strategy: Any, replicas: list[_Replica]) -> None:
         if len({request.kind for request in requests if request is not None}) > 1:
             raise _errors.different_collectives([request.kind for request in requests if request is not None])
         if total is not None:
-            result = total.result(len(replicas))
+            result = total.result(strategy, len(replicas))
             answers = [_own_copy(result) for _ in replicas]
         else:
             answers = _merge(strategy, requests)
@@ -304,6 +304,8 @@ class _Sum:
     def __init__(self, first: _Reduce):
         self._reduce_op = first.reduce_op
         self._total: list[Any] | None = None
+        # What all replicas have given so far, if it is the very same tensor.
+        self._shared: list[Any] = list(first.flat)
 
     def add(self, request: _Reduce) -> None:
         flat = request.flat
@@ -311,18 +313,26 @@ class _Sum:
         if self._total is None:
             self._total = [[part] if isinstance(part, tf.IndexedSlices) else part for part in flat]
             return
+        self._shared = [known if known is part else None for known, part in zip(self._shared, flat, strict=True)]
         for index, part in enumerate(flat):
             if isinstance(part, tf.IndexedSlices):
                 self._total[index].append(part)
             else:
                 self._total[index] = self._total[index] + part
 
-    def result(self, num_replicas: int) -> list[Any]:
+    def result(self, strategy: Any, num_replicas: int) -> list[Any]:
         assert self._total is not None
-        total = [_values.add_values(part) if isinstance(part, list) else part for part in self._total]
-        if self._reduce_op == tf.distribute.ReduceOp.MEAN:
-            total = [_values.divide_by_replicas(part, num_replicas) for part in total]
-        return total
+        return [
+            _context.reduce_shared(strategy, self._reduce_op, shared)
+            if isinstance(shared, tf.Tensor) and num_replicas > 1
+            else self._divided(_values.add_values(part) if isinstance(part, list) else part, num_replicas)
+            for part, shared in zip(self._total, self._shared, strict=True)
+        ]
+
+    def _divided(self, total: Any, num_replicas: int) -> Any:
+        return (
+            _values.divide_by_replicas(total, num_replicas) if self._reduce_op == tf.distribute.ReduceOp.MEAN else total
+        )
 
 
 def _merge(strategy: Any, requests: Sequence[Any]) -> list[Any]:

@@ -39,6 +39,14 @@ def varying_update(variable: str) -> RuntimeError:
     )
 
 
+def shared_tensor_counts_once(tensor: Any, number: int) -> str:
+    return (
+        f"all_reduce('SUM', ...) of {tensor!r}, which was made outside the replica function: all {number} replicas have the "
+        "very same tensor, and it counts once, as in MirroredStrategy. To count it for every replica, give all_reduce "
+        "tf.identity(tensor)."
+    )
+
+
 def varying_branch(variable: str, function: str, where: str) -> RuntimeError:
     return RuntimeError(
         f"In replica function {function!r}, a branch (tf.cond, or an AutoGraph if{where}) writes variable {variable!r}, "
@@ -261,6 +269,13 @@ def not_batched(path: str, spec: Any, number: int, num_replicas: int) -> ValueEr
     return ValueError(
         f"The dataset's component {path} is {spec}, which has no batch dimension to split over "
         f"{_parts(number, num_replicas)}. Call dataset.batch(batch_size) first, with all the rows of one optimizer step."
+    )
+
+
+def not_a_dataset(caller: str, value: Any) -> TypeError:
+    return TypeError(
+        f"The function given to {caller} returned {type(value).__name__}, not a tf.data.Dataset. It must return the dataset "
+        "of the replicas' batches, each of input_context.get_per_replica_batch_size(global_batch_size) rows."
     )
 
 

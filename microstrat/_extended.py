@@ -353,7 +353,11 @@ class MicroBatchExtended(_tf.StrategyExtended):
         return tf.nest.map_structure(reduce, value)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
+        return [
+            # As tf.distribute, which takes one tensor here for the only value to add.
+            value if isinstance(value, tf.Tensor) else self._reduce_to(reduce_op, value, to, options)
+            for value, to in value_destination_pairs
+        ]
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         del destinations, options
@@ -381,6 +385,13 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         return _inputs.distribute_from_function(self._container_strategy(), dataset_fn, options)
+
+    def _make_dataset_iterator(self, dataset: Any) -> Any:
+        return _inputs.restartable_iterator(self._container_strategy(), dataset)
+
+    def _make_input_fn_iterator(self, input_fn: Any, replication_mode: Any = None) -> Any:
+        del replication_mode  # tf.distribute lets PER_WORKER through only
+        return _inputs.iterator_from_function(self._container_strategy(), input_fn)
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
         contexts = [tf.distribute.experimental.ValueContext(replica, self._number) for replica in range(self._number)]

@@ -167,11 +167,63 @@ class _DistributedInputSpec(tf.TypeSpec):
         return None if common is None else type(self)(self._strategy, common)
 
 
+class RestartableIterator(VirtualDistributedIterator):
+    """What the deprecated `make_dataset_iterator` and `make_input_fn_iterator` give: `initialize` starts it again."""
+
+    def __init__(self, strategy: Any, dataset: tf.data.Dataset):
+        self._dataset = dataset
+        in_eager_code = tf.compat.v1.executing_eagerly_outside_functions()
+        make: Callable[..., Any] = iter if in_eager_code else tf.compat.v1.data.make_initializable_iterator
+        super().__init__(strategy, make(dataset))
+
+    def initialize(self) -> list[tf.Operation]:
+        """Starts again; in a TensorFlow 1 graph, returns the operations that do."""
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            return [self._source.initializer]
+        # The same resource: a tf.function may hold it.
+        (resource,) = tf.nest.flatten(self._source, expand_composites=True)
+        tf.raw_ops.MakeIterator(dataset=tf.data.experimental.to_variant(self._dataset), iterator=resource)
+        return []
+
+    @property
+    def initializer(self) -> list[tf.Operation]:
+        return self.initialize()
+
+
+class CallableIterator:
+    """An iterator that calls a function for every replica's batch."""
+
+    def __init__(self, strategy: Any, function: Callable[[], Any]):
+        self._strategy = strategy
+        self._function = function
+
+    def get_next(self, name: Any = None) -> Any:
+        del name
+        values = [self._function() for _ in range(self._strategy.num_replicas_in_sync)]
+        return values[0] if len(values) == 1 else _values.regroup(values, always_wrap=True)
+
+    def initialize(self) -> list[tf.Operation]:
+        return []
+
+    initializer = property(initialize)
+
+
 class VirtualDistributedIteratorSpec(_DistributedInputSpec):
     """Type of a distributed iterator."""
 
     __slots__: Sequence[str] = []
     value_type = property(lambda self: VirtualDistributedIterator)
+
+
+def _check_batched(strategy: Any, element_spec: Any) -> None:
+    """Refuses a dataset whose elements are no batches, if they are to be cut."""
+    num_parts, num_replicas = strategy.extended.num_parts, strategy.num_replicas_in_sync
+    parts = [(path, spec) for path, spec in _tf.flatten_with_paths(element_spec) if isinstance(spec, _PLAIN_SPECS)]
+    numbers = [(path, spec) for path, spec in parts if spec.shape.rank == 0]
+    # Between replicas everything is split; one replica's batch may have a number beside its rows.
+    if numbers and num_parts > 1 and (num_replicas > 1 or len(numbers) == len(parts)):
+        path, spec = numbers[0]
+        raise _errors.not_batched(_path_name(path), spec, num_parts, num_replicas)
 
 
 class VirtualDistributedDataset(_tf.DistributedDataset):
@@ -184,15 +236,7 @@ class VirtualDistributedDataset(_tf.DistributedDataset):
     def __init__(self, strategy: Any, source: Any):
         self._strategy = strategy
         self._source = source
-        num_parts, num_replicas = strategy.extended.num_parts, strategy.num_replicas_in_sync
-        parts = [
-            (path, spec) for path, spec in _tf.flatten_with_paths(source.element_spec) if isinstance(spec, _PLAIN_SPECS)
-        ]
-        numbers = [(path, spec) for path, spec in parts if spec.shape.rank == 0]
-        # Between replicas everything is split; one replica's batch may have a number beside its rows.
-        if numbers and num_parts > 1 and (num_replicas > 1 or len(numbers) == len(parts)):
-            path, spec = numbers[0]
-            raise _errors.not_batched(_path_name(path), spec, num_parts, num_replicas)
+        _check_batched(strategy, source.element_spec)
 
     @property
     def _type_spec(self) -> VirtualDistributedDatasetSpec:
@@ -234,6 +278,22 @@ class VirtualDistributedDatasetSpec(_DistributedInputSpec):
     value_type = property(lambda self: VirtualDistributedDataset)
 
 
+def restartable_iterator(strategy: Any, dataset: tf.data.Dataset) -> RestartableIterator:
+    """An iterator over global batches, each split over the replicas."""
+    _check_batched(strategy, dataset.element_spec)
+    return RestartableIterator(strategy, dataset)
+
+
+def iterator_from_function(strategy: Any, input_fn: Callable[[tf.distribute.InputContext], Any]) -> Any:
+    """An iterator over what `input_fn` gives: a dataset of per-replica batches, or a function that makes one."""
+    (result,) = _call_for_pipelines(strategy, input_fn, 1)
+    if isinstance(result, tf.data.Dataset):
+        return RestartableIterator(strategy, _in_groups(strategy, result))
+    if not callable(result):
+        raise _errors.not_a_dataset("make_input_fn_iterator", result)
+    return CallableIterator(strategy, result)
+
+
 def distribute_dataset(strategy: Any, dataset: tf.data.Dataset, options: Any) -> VirtualDistributedDataset:
     """A dataset of global batches, each split over the replicas."""
     if _replication_mode(options) is tf.distribute.InputReplicationMode.PER_REPLICA:
@@ -251,48 +311,91 @@ def distribute_from_function(
     """
     num_replicas = strategy.num_replicas_in_sync
     per_replica = _replication_mode(options) is tf.distribute.InputReplicationMode.PER_REPLICA
-    pipelines = num_replicas if per_replica else 1
-    datasets = [
-        dataset_fn(
-            tf.distribute.InputContext(
-                num_input_pipelines=pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=num_replicas
-            )
-        )
+    datasets = _call_for_pipelines(strategy, dataset_fn, num_replicas if per_replica else 1)
+    for dataset in datasets:
+        if not isinstance(dataset, tf.data.Dataset):
+            raise _errors.not_a_dataset("distribute_datasets_from_function", dataset)
+    if num_replicas == 1 or not per_replica:
+        return VirtualDistributedDataset(strategy, _in_groups(strategy, datasets[0]))
+    zipped = tf.data.Dataset.zip(tuple(datasets))
+    return VirtualDistributedDataset(
+        strategy,
+        zipped.map(
+            lambda *elements: tf.nest.map_structure(lambda *parts: _values.Separate(parts), *elements),
+            name="replicas",
+        ),
+    )
+
+
+def _call_for_pipelines(
+    strategy: Any, function: Callable[[tf.distribute.InputContext], Any], pipelines: int
+) -> list[Any]:
+    number = strategy.num_replicas_in_sync
+    return [
+        function(tf.distribute.InputContext(pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=number))
         for pipeline in range(pipelines)
     ]
+
+
+def _in_groups(strategy: Any, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """N consecutive elements of a dataset as one, of per-replica values."""
+    num_replicas = strategy.num_replicas_in_sync
     if num_replicas == 1:
-        return VirtualDistributedDataset(strategy, datasets[0])
-    if per_replica:
-        zipped = tf.data.Dataset.zip(tuple(datasets))
-        return VirtualDistributedDataset(
-            strategy,
-            zipped.map(
-                lambda *elements: tf.nest.map_structure(lambda *parts: _values.Separate(parts), *elements),
-                name="replicas",
-            ),
-        )
-    (dataset,) = datasets
+        return dataset
     specs = tf.nest.flatten(dataset.element_spec)
-    simple = all(
-        isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[1:].is_fully_defined() for spec in specs
-    )
-    static = simple and all(spec.shape.is_fully_defined() for spec in specs)
-    groups = dataset.batch(num_replicas) if static or not simple else dataset.ragged_batch(num_replicas)
-    return VirtualDistributedDataset(
-        strategy, groups.map(lambda *group: _as_replicas(num_replicas, _tf.as_element(group)))
-    )
+    # As tf.distribute: where all shapes are known, what is left at the end must be enough for all replicas.
+    static = all(_is_static(spec) for spec in specs)
+    if all(_has_known_rest(spec) for spec in specs):
+        groups = dataset.batch(num_replicas, drop_remainder=True) if static else dataset.ragged_batch(num_replicas)
+        return groups.map(lambda *group: _flat_as_replicas(num_replicas, _tf.as_element(group)))
+    groups = dataset.window(num_replicas, drop_remainder=static)
+    return groups.map(lambda *group: _window_as_replicas(num_replicas, _tf.as_element(group), static))
 
 
-def _as_replicas(num_replicas: int, group: Any) -> Any:
+def _has_known_rest(spec: Any) -> bool:
+    """Whether only the number of rows may be unknown, so that batches can be joined along them."""
+    return isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank) and spec.shape[1:].is_fully_defined()
+
+
+def _is_static(spec: Any) -> bool:
+    """Whether all of a shape is known; of ragged and sparse batches, the number of rows."""
+    if isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
+        return not spec.shape.rank or spec.shape[0] is not None
+    return not isinstance(spec, tf.TensorSpec) or spec.shape.is_fully_defined()
+
+
+def _flat_as_replicas(num_replicas: int, group: Any) -> Any:
+    """A group of per-replica batches, stacked by tf.data, as per-replica values."""
+
     def convert(value: Any) -> Any:
-        if isinstance(value, tf.RaggedTensor) and value.ragged_rank == 1 and value.flat_values.shape.rank:
+        if isinstance(value, tf.RaggedTensor):
             return _values.Concatenated(num_replicas, value.values, _pad(value.row_lengths(), num_replicas))
-        if isinstance(value, tf.Tensor):
-            lengths = tf.repeat(tf.shape(value, tf.int64)[1], tf.shape(value)[0])
-            flat = tf.reshape(value, tf.concat([[-1], tf.shape(value)[2:]], 0))
-            flat.set_shape([None, *value.shape[2:]])
-            return _values.Concatenated(num_replicas, flat, _pad(lengths, num_replicas))
-        return _values.Separate([_pick(value, replica) for replica in range(num_replicas)])
+        lengths = tf.repeat(tf.shape(value, tf.int64)[1], tf.shape(value)[0])
+        flat = tf.reshape(value, tf.concat([[-1], tf.shape(value)[2:]], 0))
+        flat.set_shape([None, *value.shape[2:]])
+        return _values.Concatenated(num_replicas, flat, _pad(lengths, num_replicas))
+
+    return tf.nest.map_structure(convert, group)
+
+
+def _window_as_replicas(num_replicas: int, group: Any, full: bool) -> Any:
+    """A group of any elements, as tf.data's datasets of at most N, as per-replica values."""
+
+    def convert(window: tf.data.Dataset) -> Any:
+        spec: Any = window.element_spec
+        if not isinstance(spec, _PLAIN_SPECS):
+            return None  # tf.data's own spec of None
+        if not full:
+            first = window.take(1).get_single_element()
+            missing = _rows.cut_rows(first, 0, 0) if spec.shape.rank else tf.zeros_like(first)
+            window = window.concatenate(tf.data.Dataset.from_tensors(missing).repeat(num_replicas))
+        parts = [window.skip(replica).take(1).get_single_element() for replica in range(num_replicas)]
+        if isinstance(spec, tf.TensorSpec) and (spec.shape.rank == 0 or spec.shape.is_fully_defined()):
+            return _values.Stacked(num_replicas, tf.stack(parts))
+        if _has_known_rest(spec):
+            lengths = tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
+            return _values.Concatenated(num_replicas, tf.concat(parts, 0), lengths)
+        return _values.SeparateRows(parts)
 
     return tf.nest.map_structure(convert, group)
 
@@ -300,14 +403,6 @@ def _as_replicas(num_replicas: int, group: Any) -> Any:
 def _pad(lengths: tf.Tensor, num_replicas: int) -> tf.Tensor:
     missing = tf.zeros([num_replicas - tf.shape(lengths)[0]], tf.int64)
     return tf.ensure_shape(tf.concat([lengths, missing], 0), [num_replicas])
-
-
-def _pick(group: Any, replica: int) -> Any:
-    """One replica's ragged or sparse batch out of a group of them; empty if the group is short."""
-    if isinstance(group, tf.RaggedTensor):
-        return group[replica : replica + 1].merge_dims(0, 1)
-    rows = _rows.cut_rows(group, replica, replica + 1)
-    return tf.sparse.reshape(rows, tf.concat([[-1], group.dense_shape[2:]], 0))
 
 
 def _replication_mode(options: Any) -> Any:

@@ -319,7 +319,9 @@ def to_graph(trace: Trace, owner_of: Callable[[tf.Tensor], Any]) -> Graph:
     """Describes a trace to the planner. `owner_of` maps a captured handle to the strategy's variable it belongs to."""
     tracing = trace.tracing
     leaves = trace.leaves if trace.weights is None else (*trace.leaves, trace.weights)
-    returned = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.graph is tracing.graph]
+    returned = [
+        leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and getattr(leaf, "graph", None) is tracing.graph
+    ]
     outer_of = {id(inner): outer for outer, inner in tracing.graph.captures}
     result = Graph(tracing, tracing.graph, returned, set(trace.must_run), outer_of)
     while True:

@@ -8,7 +8,7 @@ classes here are PerReplica values too, and `values` has N entries when somebody
     Stacked      one tensor of shape [N, ...]
     Concatenated N tensors of different lengths, joined along their first axis
     Uniform      one value that all replicas share
-    Separate     N values, for those that fit nowhere else
+    Separate     N values, for those that fit nowhere else (SeparateRows: and are batches)
     Symbolic     inside a trace: one tensor that stands for all replicas' values
 """
 
@@ -102,6 +102,8 @@ class PerReplica(_tf.PerReplica):
     @property
     def values(self) -> tuple[Any, ...]:
         """The N values, replica 0 first."""
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            return self._list(self._entries())  # a session takes plain tuples only
         if not tf.executing_eagerly():
             return LocalResults(self._list(self._entries()), self)
         if self._cache is None:
@@ -161,6 +163,12 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
     @_value_specs.setter
     def _value_specs(self, value: Any) -> None:
         del value  # the stock __init__ assigns it
+
+    # What iterators in TensorFlow 1 graphs ask for.
+    def _to_legacy_output_types(self) -> PerReplicaSpec:
+        return self
+
+    _to_legacy_output_shapes = _to_legacy_output_classes = _to_legacy_output_types
 
     def _serialize(self) -> tuple[Any, ...]:
         return (self._kind, self._num_replicas, self._weighted, *self._parts)
@@ -455,8 +463,7 @@ class Concatenated(PerReplica):
         return self.lengths
 
     def count_running(self) -> Any:
-        # Up to the last one that has rows.
-        return tf.maximum(tf.reduce_max(tf.where(self.lengths > 0, tf.range(1, self.num_replicas + 1), 0)), 1)
+        return _last_with_rows(self.lengths)
 
 
 class ConcatenatedRows(Concatenated):
@@ -518,6 +525,8 @@ class Uniform(PerReplica):
 class Separate(PerReplica):
     """N values of any kind, as the user or the eager engine made them."""
 
+    kind = "separate"
+
     def __init__(self, values: Sequence[Any]):
         super().__init__(len(values))
         self._separate = tuple(values)
@@ -538,7 +547,7 @@ class Separate(PerReplica):
     @property
     def _type_spec(self) -> PerReplicaSpec:
         specs = [tf.type_spec_from_value(value) for value in self._separate]
-        return self._spec("separate", *specs)
+        return self._spec(self.kind, *specs)
 
     def select(self, replica_id: Any) -> Any:
         if isinstance(replica_id, int):
@@ -555,6 +564,26 @@ class Separate(PerReplica):
         if self.weights is not None and not isinstance(self._separate[0], tf.IndexedSlices):
             return super().reduce_mean()
         return divide_by_replicas(add_values(self._separate), self.num_replicas)
+
+
+class SeparateRows(Separate):
+    """N batches that can't be joined, such as ragged ones and those padded to different lengths."""
+
+    kind = "separate_rows"
+
+    def count_rows(self) -> Any:
+        return tf.reduce_sum(self.lengths_of_parts())
+
+    def lengths_of_parts(self) -> Any:
+        return tf.stack([tf.cast(_rows.count_rows(value), tf.int64) for value in self._separate])
+
+    def count_running(self) -> Any:
+        return _last_with_rows(self.lengths_of_parts())
+
+
+def _last_with_rows(lengths: tf.Tensor) -> tf.Tensor:
+    """How many parts there are up to the last one that has rows, at least one."""
+    return tf.maximum(tf.reduce_max(tf.where(lengths > 0, tf.range(1, tf.shape(lengths)[0] + 1), 0)), 1)
 
 
 def reduce_axis(value: tf.Tensor, is_sum: bool, axis: Any) -> tf.Tensor:
@@ -575,7 +604,8 @@ def weighted_mean(stack: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 
 def _select_separate(values: Sequence[Any], replica_id: tf.Tensor) -> Any:
     """One of N separate values by a symbolic id; flat lists keep the graph from branching N times over."""
-    spec = tf.type_spec_from_value(values[0])
+    first, *others = [tf.type_spec_from_value(value) for value in values]
+    spec = first.most_specific_common_supertype(others) or first
     flat = [tf.nest.flatten(value, expand_composites=True) for value in values]
     if any(not isinstance(part, tf.Tensor) for parts in flat for part in parts):
         flat = [[tf.convert_to_tensor(part) for part in parts] for parts in flat]
@@ -595,7 +625,7 @@ def _select_separate(values: Sequence[Any], replica_id: tf.Tensor) -> Any:
         chosen.append(picked)
     if isinstance(spec, tf.TensorSpec):
         return chosen[0]
-    return tf.nest.pack_sequence_as(values[0], chosen, expand_composites=True)
+    return tf.nest.pack_sequence_as(spec, chosen, expand_composites=True)
 
 
 class Symbolic(PerReplica):
@@ -635,6 +665,7 @@ _KINDS: dict[str, Any] = {
     "concatenated_rows": ConcatenatedRows,
     "uniform": Uniform,
     "separate": Separate,
+    "separate_rows": SeparateRows,
 }
 
 

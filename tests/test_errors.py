@@ -53,6 +53,22 @@ def test_sum_of_a_value_that_is_reduced_already() -> None:
         strategy().reduce("SUM", tf.constant(3.0), axis=None)
 
 
+def test_sum_of_a_tensor_that_all_replicas_share() -> None:
+    shared = tf.constant([1.0, 2.0])
+    for wrap in (tf.function, lambda function: function):
+        ours = strategy()
+        with pytest.warns(
+            UserWarning, match=r"all 2 replicas have the very same tensor, and it counts once.*tf\.identity"
+        ):
+            wrap(lambda ours=ours: ours.run(lambda: all_reduce(shared)))()
+
+
+@pytest.mark.parametrize("method", ["distribute_datasets_from_function", "make_input_fn_iterator"])
+def test_function_that_returns_no_dataset(method: str) -> None:
+    with pytest.raises(TypeError, match=rf"The function given to {method} returned list, not a tf\.data\.Dataset"):
+        getattr(strategy(), method)(lambda context: [1, 2])
+
+
 def test_a_branch_that_some_replicas_take() -> None:
     def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
         with ours.scope():

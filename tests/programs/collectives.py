@@ -53,6 +53,46 @@ def all_reduce_gradients(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
+@program(eager=(), why="tf.gradients is for graphs", whole="mean")
+def all_reduce_tf_gradients(strategy: tf.distribute.Strategy) -> Any:
+    """No tape records when the all-reduce is made."""
+
+    def replica_function() -> Any:
+        context = tf.distribute.get_replica_context()
+        x = tf.stack([1.0 + _id(), 2.0])
+        (of_sum,) = tf.gradients(context.all_reduce("sum", x**2) * (1.0 + _id()), x)
+        (of_mean,) = tf.gradients(context.all_reduce("mean", x) * x, x)
+        (of_both,) = tf.gradients(context.all_reduce("sum", [x, 3.0 * x]), x)
+        (second,) = tf.gradients(of_sum * x, x)
+        return of_sum, of_mean, of_both, second
+
+    return _run(strategy, replica_function)
+
+
+@program(core=True, whole="mean")
+def all_reduce_shared_tensors(strategy: tf.distribute.Strategy) -> Any:
+    """A tensor that all replicas have from outside is one value to tf.distribute, and one made inside is N."""
+    shared = tf.constant([1.0, 2.0])
+
+    def replica_function() -> Any:
+        context = tf.distribute.get_replica_context()
+        with tf.GradientTape() as tape:
+            tape.watch(shared)
+            total = context.all_reduce("sum", shared)
+        return {
+            "captured": total,
+            "gradient": tape.gradient(total, shared),
+            "mean": context.all_reduce("mean", shared),
+            "copy": context.all_reduce("sum", tf.identity(shared)),
+            "again": context.all_reduce("sum", context.all_reduce("sum", shared)),
+            "copy, again": context.all_reduce("sum", context.all_reduce("sum", tf.identity(shared))),
+            "gathered": context.all_gather(shared, 0),
+            "copy, gathered": context.all_gather(tf.identity(shared), 0),
+        }
+
+    return _run(strategy, replica_function)
+
+
 @program(whole="mean")
 def all_reduce_slices(strategy: tf.distribute.Strategy) -> Any:
     def replica_function() -> Any:

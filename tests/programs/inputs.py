@@ -202,6 +202,48 @@ def datasets_from_function_ends_early(strategy: tf.distribute.Strategy) -> Any:
     return arrays([[_replicas(strategy, x) for x in data], total()])
 
 
+@program(core=True, why_not_whole="a number is no batch that could be cut")
+def datasets_from_function_of_any_elements(strategy: tf.distribute.Strategy) -> Any:
+    """What is left at the end of each makes no full step for 2 replicas, and some not for 3."""
+    numbers = tf.data.Dataset.range(1, 8)
+    lists = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7], [8]])
+    ragged = tf.data.Dataset.from_tensor_slices(lists).batch(2)
+    padded = numbers.map(lambda number: (tf.fill([number], number), number)).padded_batch(2, ([None], []))
+    elements = {
+        "numbers": numbers,
+        "strings": numbers.map(tf.strings.as_string),
+        "of known shape": numbers.batch(2, drop_remainder=True),
+        "padded": padded,
+        "a number beside rows": numbers.batch(2).map(lambda x: {"rows": x, "sum": tf.reduce_sum(x)}),
+        "ragged": ragged,
+        "ragged beside rows": tf.data.Dataset.zip((ragged, numbers.take(6).batch(2))),
+        "sparse": tf.data.Dataset.from_tensor_slices(tf.sparse.from_dense(np.eye(6))).batch(2),
+        "None": numbers.map(lambda number: (number, None)),
+    }
+
+    def row_by_row(value: Any) -> Any:
+        # The width of a result without rows is nobody's business.
+        if isinstance(value, tf.SparseTensor):
+            value = tf.sparse.to_dense(value)
+        if isinstance(value, tf.RaggedTensor):
+            value = value.to_tensor(0)
+        if value.shape.rank < 2:
+            return tf.identity(value)
+        return tf.reduce_sum(value * tf.cast(tf.range(1, 1 + tf.shape(value)[1]), value.dtype), axis=1)
+
+    @tf.function
+    def step(values: Any) -> Any:
+        return strategy.run(
+            lambda values: [row_by_row(value) for value in tf.nest.flatten(values) if value is not None], args=(values,)
+        )
+
+    def steps(data: tf.data.Dataset) -> Any:
+        distributed = strategy.distribute_datasets_from_function(lambda context: data)
+        return [_replicas(strategy, step(values)) for values in distributed]
+
+    return {name: steps(data) for name, data in elements.items()}
+
+
 @program(core=True, whole="mean")
 def values_from_function(strategy: tf.distribute.Strategy) -> Any:
     def make(context: Any) -> Any:
