@@ -163,7 +163,7 @@ class Tracing:
 
     def uniform_sum(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over all turns of a value that is the same in all."""
-        return value if self.turns.running == 1 else value * tf.cast(self.turns.running, value.dtype)
+        return value * tf.cast(self.turns.running, value.dtype)
 
     def collect(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
         """Leaves a marker that stands for a collective over `tensor`, and returns its result."""

@@ -128,7 +128,9 @@ class _Emitter:
         """Replaces collectives whose source is the same in all replicas: no loop is needed to know their result."""
         for marker, collective in self.tracing.collectives.items():
             (source,) = marker.inputs
-            if varying[self.graph.ids[source.op]] or collective.between_replicas:
+            # What stands for an earlier one of them is new to the plan, and uniform.
+            known = self.graph.ids[source.op]
+            if (known < len(varying) and varying[known]) or collective.between_replicas:
                 continue
             before = len(self.inner.get_operations())
             with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
@@ -164,7 +166,8 @@ class _Emitter:
         for op in added:
             self.graph.ids[op] = len(self.graph.operations)
             self.graph.operations.append(op)
-            self.graph.nodes.append(_plan.Node(tuple(self.graph.ids[tensor.op] for tensor in op.inputs)))
+            inputs = tuple(self.graph.ids[tensor.op] for tensor in op.inputs)
+            self.graph.nodes.append(_plan.Node(inputs, argument=op.type == "Placeholder"))
         return added
 
     # --- Emission -----------------------------------------------------------------------------------------------------

@@ -39,6 +39,23 @@ def all_reduce(strategy: tf.distribute.Strategy) -> Any:
 
 
 @program(whole="mean")
+def all_reduce_uniform(strategy: tf.distribute.Strategy) -> Any:
+    """Of what all replicas have alike, and of that in turn, beside a batch whose number of rows is not known."""
+
+    def replica_function(x: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("sum", tf.constant([1.0, 2.0]))
+        twice = context.all_reduce("sum", total)
+        several = context.all_reduce("sum", [twice, twice, tf.constant(3.0)])
+        return total, twice, several, context.all_gather(context.all_gather(total, 0), 0), tf.reduce_sum(x)
+
+    return [
+        _run(strategy, replica_function, x)
+        for x in strategy.experimental_distribute_dataset(batches(rows(BATCH + 12, 2)))
+    ]
+
+
+@program(whole="mean")
 def all_reduce_gradients(strategy: tf.distribute.Strategy) -> Any:
     def replica_function() -> Any:
         context = tf.distribute.get_replica_context()
