@@ -99,7 +99,7 @@ def drop_dead_inputs(op: tf.Operation, graph: Any) -> None:
         source = op.inputs[index]
         if index - first in live or source.dtype in (tf.resource, tf.variant):
             continue
-        shape = source.shape if source.shape.is_fully_defined() else [1] * (source.shape.rank or 0)
+        shape = [1 if size is None else size for size in source.shape] if source.shape.rank else []
         with graph.as_default(), tf.control_dependencies(None):
             _tf.update_input(op, index, tf.zeros(shape, source.dtype))
 

@@ -282,7 +282,8 @@ class Tracing:
         Inside a nested tf.function nothing is known of its arguments, so everything there may.
         """
         if not isinstance(value, tf.Tensor):
-            return tf.nest.is_nested(value) and any(self.varies(part) for part in tf.nest.flatten(value))
+            parts = tf.nest.flatten(value, expand_composites=True)
+            return any(part is not value and self.varies(part) for part in parts)
         if not hasattr(value, "graph"):
             return False
         value = _unwrapped(value)
