@@ -51,7 +51,9 @@ class _Lifter:
         if getattr(tensor, "graph", None) is self._target or not hasattr(tensor, "graph"):
             return tensor
         if not isinstance(tensor.graph, _tf.FuncGraph):
-            return tensor  # an eager tensor, or one of a graph further out
+            return tensor
+        if not _tf.is_within(tensor.graph, self._target):
+            return self._target.capture(tensor)  # of a graph further out, captured by the branch itself
         return self._known.get((id(tensor.op), tensor.value_index))
 
     def _outer(self, tensor: tf.Tensor) -> tf.Tensor | None:

@@ -315,6 +315,8 @@ class Tracing:
         if op.graph is self.graph or op.type != "Placeholder":
             return [_unwrapped(tensor).op for tensor in op.inputs if hasattr(tensor, "op")]
         # An argument of a branch or loop: captured from further out, or a loop variable, which may be anything.
+        if not _tf.is_within(op.graph, self.graph):
+            return []
         outer = next((outer for outer, inner in op.graph.captures if inner.op is op), self.turn)
         return [outer.op] if isinstance(getattr(outer, "graph", None), _tf.FuncGraph) else []
 

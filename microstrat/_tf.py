@@ -394,6 +394,13 @@ def outer_graph(graph: Any) -> tf.Graph | None:
     return getattr(graph, "outer_graph", None)
 
 
+def is_within(graph: Any, outer: tf.Graph) -> bool:
+    """Whether `graph` is `outer`, or part of it."""
+    while graph is not None and graph is not outer:
+        graph = outer_graph(graph)
+    return graph is outer
+
+
 def captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """(outer tensor, placeholder) of every value `graph` captured, call-time captures evaluated now."""
     pairs = list(graph.captures)

@@ -283,8 +283,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return self._get_cross_replica()
 
     def _get_cross_replica(self) -> tf.Tensor:
-        if self.rows is not None and _context.current_tracing() is not None:
-            return self.read_row(0)  # the primary follows at the end of the trace
+        if self.rows is not None and (_context.current_tracing() is not None or tf.executing_eagerly()):
+            return self.read_row(0)  # the primary follows at the end of the trace, or of the run
         return tf.identity(self._primary)
 
     def _get_on_device_or_primary(self) -> Any:

@@ -129,6 +129,23 @@ def merge_call_local_results(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
+@program(whole="mean")
+def merge_call_reads_what_replicas_wrote(strategy: tf.distribute.Strategy) -> Any:
+    """In cross-replica context a variable that each replica has for itself is replica 0's, or aggregated."""
+    with strategy.scope():
+        own = tf.Variable([1.0, 2.0], trainable=False)
+        total = tf.Variable(
+            1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+
+    def replica_function() -> Any:
+        own.assign_add([1.0, _id() + 1.0])
+        total.assign_add(1.0)
+        return tf.distribute.get_replica_context().merge_call(lambda cross: (tf.identity(own), own + 0.0, total + 0.0))
+
+    return {"out": _run(strategy, replica_function), "own": own.numpy(), "total": total.numpy()}
+
+
 @program(core=True, why_not_whole="it gathers along another axis than the rows")
 def all_gather(strategy: tf.distribute.Strategy) -> Any:
     def replica_function(x: Any) -> Any:
