@@ -228,7 +228,7 @@ class Tracing:
 
     def uniform_sum(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over all turns of a value that is the same in all."""
-        return value if self.turns.running == 1 else value * tf.cast(self.turns.running, value.dtype)
+        return value * tf.cast(self.turns.running, value.dtype)
 
     def collect(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
         """Leaves a marker that stands for a collective over `tensor`, and returns its result."""
@@ -402,7 +402,8 @@ class Tracing:
         Inside a nested tf.function nothing is known of its arguments, so everything there may.
         """
         if not isinstance(value, tf.Tensor):
-            return tf.nest.is_nested(value) and any(self.varies(part) for part in tf.nest.flatten(value))
+            parts = tf.nest.flatten(value, expand_composites=True)
+            return any(part is not value and self.varies(part) for part in parts)
         if not hasattr(value, "graph"):
             return False
         value = _unwrapped(value)
@@ -447,6 +448,8 @@ class Tracing:
         if op.graph is self.graph or op.type != "Placeholder":
             return [_unwrapped(tensor).op for tensor in op.inputs if hasattr(tensor, "op")]
         # An argument of a branch or loop: captured from further out, or a loop variable, which may be anything.
+        if not _tf.is_within(op.graph, self.graph):
+            return []
         outer = next((outer for outer, inner in op.graph.captures if inner.op is op), self.turn)
         return [outer.op] if isinstance(getattr(outer, "graph", None), _tf.FuncGraph) else []
 

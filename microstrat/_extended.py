@@ -207,14 +207,13 @@ class MicroBatchExtended(_tf.StrategyExtended):
         self._owners[id(component.handle)] = weakref.ref(variable)
         return variable
 
-    def became_local(self, variable: Any) -> None:
-        """Notes that a variable has got a value per replica.
+    def became_local(self, variable: Any, tracing: _context.Tracing | None) -> None:
+        """Notes that a variable has got a value per replica because of a trace.
 
         Functions traced before took it for a shared one; they are traced again the next time they are called.
         """
         self._owners[id(variable.rows.handle)] = weakref.ref(variable)
         self._local.append(weakref.ref(variable))
-        tracing = _context.current_tracing()
         active = [] if tracing is None else tracing.functions
         unfinished = []
         for function, assumptions in list(variable.assumed_shared_by.items()):

@@ -76,7 +76,7 @@ def run(
             _trace.refuse_varying_writes(found, trace)
             break
         for owner in local:
-            owner.ensure_rows()
+            owner.ensure_rows(trace.tracing)
         _tf.dismantle(trace.tracing.graph)
     varying = graph.settled_colours()
     emitter = _Emitter(trace, graph, device)

@@ -375,6 +375,13 @@ def outer_graph(graph: Any) -> tf.Graph | None:
     return getattr(graph, "outer_graph", None)
 
 
+def is_within(graph: Any, outer: tf.Graph) -> bool:
+    """Whether `graph` is `outer`, or part of it."""
+    while graph is not None and graph is not outer:
+        graph = outer_graph(graph)
+    return graph is outer
+
+
 def captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """(outer tensor, placeholder) of every value `graph` captured, call-time captures evaluated now."""
     pairs = list(graph.captures)
@@ -386,8 +393,25 @@ def captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
 
 
 def capture_call_time_value(graph: Any, closure: Callable[[], Any], spec: tf.TypeSpec, key: Any) -> Any:
-    """A value that a tf.function looks up at every call; a plain capture would freeze it at the first trace."""
-    return graph.capture_call_time_value(closure, spec, key=key)
+    """A value that a tf.function looks up at every call; a plain capture would freeze it at the first trace.
+
+    Where it is called, it asks the graph around the call, which asks in turn: but tf.cond does not answer its branches. There
+    the value is looked up right away.
+    """
+    captures = graph._function_captures  # no public way to say what a call-time capture asks
+    known = key in captures.by_ref_external
+    value = graph.capture_call_time_value(closure, spec, key=key)
+    if not known and key in captures.by_ref_external:
+        ask_around = captures.by_ref_external[key]
+
+        def look_up() -> Any:
+            if isinstance(tf.compat.v1.get_default_graph(), _control_flow_util_v2.CondBranchFuncGraph):
+                return closure()
+            return ask_around()
+
+        look_up.output_spec = ask_around.output_spec  # type: ignore[attr-defined]
+        captures.by_ref_external[key] = look_up
+    return value
 
 
 def watch_variables(graph: Any, variables: Sequence[tf.Variable]) -> None:

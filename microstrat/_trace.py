@@ -263,7 +263,8 @@ class Graph:
             for op in itertools.islice(self.graph.get_operations(), before, None):
                 self.ids[op] = len(self.operations)
                 self.operations.append(op)
-                self.nodes.append(_plan.Node(tuple(self.ids[tensor.op] for tensor in op.inputs)))
+                inputs = tuple(self.ids[tensor.op] for tensor in op.inputs)
+                self.nodes.append(_plan.Node(inputs, argument=op.type == "Placeholder"))
                 varying.append(False)
             readers = marker.outputs[0].consumers()
             self.move(marker.outputs[0], result)

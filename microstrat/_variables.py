@@ -283,8 +283,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return self._get_cross_replica()
 
     def _get_cross_replica(self) -> tf.Tensor:
-        if self.rows is not None and _context.current_tracing() is not None:
-            return self.read_row(0)  # the primary follows at the end of the trace
+        if self.rows is not None and (_context.current_tracing() is not None or tf.executing_eagerly()):
+            return self.read_row(0)  # the primary follows at the end of the trace, or of the run
         return tf.identity(self._primary)
 
     def _get_on_device_or_primary(self) -> Any:
@@ -409,13 +409,17 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             self._assume_shared(writing=True)
         return super()._update_cross_replica(update_fn, value, **kwargs)
 
-    def ensure_rows(self) -> None:
-        """Gives the variable a value per replica, each its value so far."""
+    def ensure_rows(self, finished: Any = None) -> None:
+        """Gives the variable a value per replica, each its value so far.
+
+        Args:
+          finished: the trace, if one that has ended showed that the variable needs them.
+        """
         if self.rows is not None:
             return
         tracing = _context.current_tracing()
         self.rows = self._make_rows()
-        self._distribute_strategy.extended.became_local(self)
+        self._distribute_strategy.extended.became_local(self, finished or tracing)
         if tracing is not None:
             tracing.adopt_local_state(self._primary, lambda: self.read_row(tracing.replica_id))
 

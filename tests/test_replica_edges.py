@@ -226,6 +226,25 @@ def test_the_gradient_of_gathered_rows_finds_its_own() -> None:
     np.testing.assert_array_equal(strategy.gather(gradient, axis=0), 2 * np.arange(1.0, 9.0))  # both replicas' losses
 
 
+# --- Branches ----------------------------------------------------------------------------------------------------------
+def test_a_collective_in_a_branch_takes_what_the_function_around_run_was_given() -> None:
+    """Stock strategies have no collectives in branches."""
+    strategy = microstrat.MicroBatchStrategy(2)
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return tf.cond(
+            x[0] > 0.0,
+            lambda: context.all_reduce("SUM", x * x) + context.all_gather(x, axis=0)[:2],
+            lambda: context.all_reduce("MEAN", 3.0 * x),
+        )
+
+    both = tf.function(lambda x: strategy.run(step, args=(x,)))
+    for x, expected in (([1.0, 2.0], [3.0, 10.0]), ([-1.0, 2.0], [-3.0, 6.0])):
+        for value in strategy.experimental_local_results(both(tf.constant(x))):
+            np.testing.assert_array_equal(value, expected)
+
+
 # --- The planner ------------------------------------------------------------------------------------------------------
 def test_what_an_early_collective_does_not_need_waits_for_the_last_loop() -> None:
     """turn -> mask -> (sum of masks); turn -> forward -> loss, which divides by that sum; loss -> (sum of losses)."""

@@ -108,15 +108,29 @@ def test_a_read_before_the_run_that_makes_a_variable_each_replicas_own() -> None
     assert [value.numpy() for value in both().values] == [4.0, 7.0, 10.0]
 
 
-def test_a_write_before_the_run_that_makes_a_variable_each_replicas_own() -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda own: own.assign_add([replica_number()]),
+        lambda own: own.scatter_add(tf.IndexedSlices(tf.stack([replica_number()]), tf.constant([0]), tf.constant([1]))),
+        # Only the plan of the whole replica function tells that this differs.
+        lambda own: tf.cond(replica_number() > 0.0, lambda: own.assign_add([1.0]) + 0.0, lambda: own + 0.0),
+    ],
+    ids=["assigned", "scattered", "under a condition"],
+)
+def test_a_write_before_the_run_that_makes_a_variable_each_replicas_own(write: Any) -> None:
     strategy = microstrat.MicroBatchStrategy(2)
     with strategy.scope():
-        own = tf.Variable(5.0, trainable=False)
+        own = tf.Variable([5.0], trainable=False)
+
+    def replica_step() -> tf.Tensor:
+        write(own)
+        return own[0] + 0.0
 
     @tf.function
     def both() -> Any:
-        own.assign(0.0)
-        return strategy.run(lambda: own.assign_add(replica_number()) + 0.0)
+        own.assign([0.0])
+        return strategy.run(replica_step)
 
     with pytest.raises(RuntimeError, match=r"Nothing has run yet: call the tf\.function again"):
         both()
@@ -253,3 +267,21 @@ def test_fit_takes_a_distributed_dataset() -> None:
     # Weights 0: the first batch's loss is 1. Each of 4 weights has gradient -2, so they become 0.02: the prediction 0.08.
     assert history.history["loss"][0] == pytest.approx((1.0 + 0.92**2) / 2, rel=1e-6)
     assert model.predict(batches, verbose=0).shape == (8, 1)
+
+
+def test_a_collective_of_rows_in_a_branch_that_writes() -> None:
+    """Their number is not known while tracing. Stock strategies have no collectives in branches."""
+    strategy = microstrat.MicroBatchStrategy(2)
+    with strategy.scope():
+        total = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.SUM)
+        switch = tf.Variable(0)
+
+    def replica_step(x: tf.Tensor) -> None:
+        tf.cond(switch > 0, lambda: total.assign_add(tf.reduce_sum(x, axis=0)) + 0.0, lambda: total + 0.0)
+
+    step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
+    data = tf.data.Dataset.from_tensor_slices([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]).batch(4)
+    for x in strategy.experimental_distribute_dataset(data.repeat(2)):
+        step(x)
+        switch.assign_add(1)
+    np.testing.assert_array_equal(total, [16.0, 20.0])

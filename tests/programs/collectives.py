@@ -39,6 +39,23 @@ def all_reduce(strategy: tf.distribute.Strategy) -> Any:
 
 
 @program(whole="mean")
+def all_reduce_uniform(strategy: tf.distribute.Strategy) -> Any:
+    """Of what all replicas have alike, and of that in turn, beside a batch whose number of rows is not known."""
+
+    def replica_function(x: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("sum", tf.constant([1.0, 2.0]))
+        twice = context.all_reduce("sum", total)
+        several = context.all_reduce("sum", [twice, twice, tf.constant(3.0)])
+        return total, twice, several, context.all_gather(context.all_gather(total, 0), 0), tf.reduce_sum(x)
+
+    return [
+        _run(strategy, replica_function, x)
+        for x in strategy.experimental_distribute_dataset(batches(rows(BATCH + 12, 2)))
+    ]
+
+
+@program(whole="mean")
 def all_reduce_gradients(strategy: tf.distribute.Strategy) -> Any:
     def replica_function() -> Any:
         context = tf.distribute.get_replica_context()
@@ -150,6 +167,23 @@ def merge_call_local_results(strategy: tf.distribute.Strategy) -> Any:
         return tf.distribute.get_replica_context().merge_call(merge, args=(tf.stack([_id(), -_id()]),))
 
     return _run(strategy, replica_function)
+
+
+@program(whole="mean")
+def merge_call_reads_what_replicas_wrote(strategy: tf.distribute.Strategy) -> Any:
+    """In cross-replica context a variable that each replica has for itself is replica 0's, or aggregated."""
+    with strategy.scope():
+        own = tf.Variable([1.0, 2.0], trainable=False)
+        total = tf.Variable(
+            1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+
+    def replica_function() -> Any:
+        own.assign_add([1.0, _id() + 1.0])
+        total.assign_add(1.0)
+        return tf.distribute.get_replica_context().merge_call(lambda cross: (tf.identity(own), own + 0.0, total + 0.0))
+
+    return {"out": _run(strategy, replica_function), "own": own.numpy(), "total": total.numpy()}
 
 
 @program(core=True, why_not_whole="it gathers along another axis than the rows")

@@ -129,6 +129,37 @@ def nested_function(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
+@program(why_not_whole="its branches go by the number of the replica")
+def nested_function_in_a_branch(strategy: tf.distribute.Strategy) -> Any:
+    """A tf.function that asks for the replica's id and state, called in branches and in one another."""
+    with strategy.scope():
+        counter = tf.Variable(1.0, trainable=False)
+        total = tf.Variable(
+            0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+
+    @tf.function
+    def count(x: Any) -> tf.Tensor:
+        number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        counter.assign_add(number + 1.0)
+        total.assign_add(x)
+        return counter * x + number
+
+    @tf.function
+    def count_sometimes(x: Any) -> tf.Tensor:
+        return tf.cond(x > 2.0, lambda: count(x) * 2.0, lambda: count(x + 1.0))
+
+    def replica_step(x: Any) -> Any:
+        number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        y = tf.cond(number > 0.0, lambda: count(x), lambda: x)
+        z = count_sometimes(x + number)
+        return y, z, tf.switch_case(tf.cast(number, tf.int32), [lambda: count(y), lambda: z, lambda: count(z)])
+
+    step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
+    out = [[local(strategy, part) for part in step(tf.constant(x))] for x in (1.0, 2.0, 3.0)]
+    return {"out": out, "own": per_replica(strategy, [counter, total]), "cross": [counter.numpy(), total.numpy()]}
+
+
 def _train_by_nested_function(strategy: tf.distribute.Strategy, **options: Any) -> Any:
     """Training whose tape and gradient stand in a tf.function, made with `options`, inside the replica function."""
     model, optimizer = _made(strategy)
