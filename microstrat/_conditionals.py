@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _kinds, _plan, _tf, _trace
+from microstrat import _context, _errors, _kinds, _plan, _tf, _trace
 
 _counter = itertools.count()
 Key = tuple[tf.Operation, int]
@@ -90,11 +90,12 @@ class _Conditional:
         return collective or self._has_uniform_parts()
 
     def _branch(self, inner: Any) -> _trace.Graph:
+        _trace.see_through_wrappers(inner)
         pairs = list(zip(inner.inputs, self.arguments, strict=True))
         return _trace.Graph(
             self.tracing,
             inner,
-            returned=list(inner.outputs),
+            returned=[_context.unwrapped(output) for output in inner.outputs],
             must_run=set(inner.control_outputs),
             outer_of={id(own): self.graph.outside(given) for own, given in pairs if own.dtype == tf.resource},
             arguments={own.op: self._varies(given) for own, given in pairs},

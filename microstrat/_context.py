@@ -385,7 +385,10 @@ class Tracing:
         """Whether `value` is a tensor made outside the replica function: not a value of each of N replicas, but one."""
         if self.num_replicas == 1 or not isinstance(value, tf.Tensor):
             return False
-        replica_function = self.graph if self.around is None else self.around.graph
+        first = self
+        while first.continues is not None:
+            first = first.continues
+        replica_function = first.graph if first.around is None else first.around.graph
         graph: Any
         while _tf.is_inside(graph := getattr(value, "graph", None), replica_function):
             if value.op.type not in ("Placeholder", "Const"):  # a capture may be either
@@ -406,7 +409,7 @@ class Tracing:
             return any(part is not value and self.varies(part) for part in parts)
         if not hasattr(value, "graph"):
             return False
-        value = _unwrapped(value)
+        value = unwrapped(value)
         if _tf.is_inside(value.graph, self.graph) and enclosing_function(value.graph, self.graph) is not None:
             return True
         return self.operation_varies(value.op)
@@ -444,12 +447,10 @@ class Tracing:
             return []
         if op.type in _kinds.BRANCHES:
             results = [tensor for graph in _tf.branch_graphs(op) for tensor in graph.outputs]
-            return [op.inputs[0].op, *(_unwrapped(tensor).op for tensor in results)]
+            return [op.inputs[0].op, *(unwrapped(tensor).op for tensor in results)]
         if op.graph is self.graph or op.type != "Placeholder":
-            return [_unwrapped(tensor).op for tensor in op.inputs if hasattr(tensor, "op")]
+            return [unwrapped(tensor).op for tensor in op.inputs if hasattr(tensor, "op")]
         # An argument of a branch or loop: captured from further out, or a loop variable, which may be anything.
-        if not _tf.is_within(op.graph, self.graph):
-            return []
         outer = next((outer for outer, inner in op.graph.captures if inner.op is op), self.turn)
         return [outer.op] if isinstance(getattr(outer, "graph", None), _tf.FuncGraph) else []
 
@@ -551,7 +552,7 @@ class Continuation(Tracing):
         self.continues.adopt_local_state(primary, read)
 
 
-def _unwrapped(tensor: tf.Tensor) -> tf.Tensor:
+def unwrapped(tensor: tf.Tensor) -> tf.Tensor:
     """What tf.custom_gradient has put into one IdentityN with all its other results and arguments."""
     while tensor.op.type == "IdentityN":
         tensor = tensor.op.inputs[tensor.value_index]

@@ -375,13 +375,6 @@ def outer_graph(graph: Any) -> tf.Graph | None:
     return getattr(graph, "outer_graph", None)
 
 
-def is_within(graph: Any, outer: tf.Graph) -> bool:
-    """Whether `graph` is `outer`, or part of it."""
-    while graph is not None and graph is not outer:
-        graph = outer_graph(graph)
-    return graph is outer
-
-
 def captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """(outer tensor, placeholder) of every value `graph` captured, call-time captures evaluated now."""
     pairs = list(graph.captures)
@@ -395,8 +388,8 @@ def captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
 def capture_call_time_value(graph: Any, closure: Callable[[], Any], spec: tf.TypeSpec, key: Any) -> Any:
     """A value that a tf.function looks up at every call; a plain capture would freeze it at the first trace.
 
-    Where it is called, it asks the graph around the call, which asks in turn: but tf.cond does not answer its branches. There
-    the value is looked up right away.
+    Where it is called, it asks the graph around the call, which asks in turn: but tf.cond does not answer its branches.
+    There the value is looked up right away.
     """
     captures = graph._function_captures  # no public way to say what a call-time capture asks
     known = key in captures.by_ref_external

@@ -97,8 +97,10 @@ def _trace_once(
         if tracing.around is None and tracing.continues is None:
             _follow_replica_0(tracing)
     _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
-    leaves = tuple(_unwrapped(leaf) for leaf in leaves)
-    _see_through_wrappers(graph)
+    leaves = tuple(
+        _context.unwrapped(leaf) if isinstance(leaf, tf.Tensor) and hasattr(leaf, "graph") else leaf for leaf in leaves
+    )
+    see_through_wrappers(graph)
     return Trace(tracing, structure, leaves, frozenset(control.ops_which_must_run), weights)
 
 
@@ -148,13 +150,7 @@ def _is_composite(value: Any) -> bool:
     return isinstance(value, _tf.CompositeTensor)
 
 
-def _unwrapped(value: Any) -> Any:
-    while isinstance(value, tf.Tensor) and hasattr(value, "graph") and value.op.type == "IdentityN":
-        value = value.op.inputs[value.value_index]
-    return value
-
-
-def _see_through_wrappers(graph: Any) -> None:
+def see_through_wrappers(graph: Any) -> None:
     """Makes readers of an IdentityN, and of the handles that leave a loop, read what went in.
 
     tf.custom_gradient wraps a function's results together with its arguments in one IdentityN. As one operation it would
