@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from microstrat import _errors, _rows, _tf
@@ -752,6 +753,21 @@ def select_replica(structure: Any, replica_id: Any) -> Any:
         return value
 
     return tf.nest.map_structure(select, structure)
+
+
+def may_differ(value: Any) -> bool:
+    """Whether a per-replica value may differ between replicas; outside graphs, whether it does."""
+    if not isinstance(value, tf.distribute.DistributedValues) or isinstance(value, _tf.DistributedVariable | Uniform):
+        return False
+    if not tf.executing_eagerly():
+        return True
+    first, *others = [tf.nest.flatten(entry, expand_composites=True) for entry in value._values]  # noqa: SLF001 - protocol
+    return any(not _same(one, another) for other in others for one, another in zip(first, other, strict=True))
+
+
+def _same(one: Any, another: Any) -> bool:
+    one, another = np.asarray(one), np.asarray(another)
+    return np.array_equal(one, another) or one.tobytes() == another.tobytes()  # NaNs are not equal, but may be the same
 
 
 def regroup(
