@@ -32,13 +32,6 @@ def reduce_plain_value(value: Any) -> ValueError:
     )
 
 
-def varying_update(variable: str) -> RuntimeError:
-    return RuntimeError(
-        f"extended.update would write values that differ between replicas to variable {variable!r}, which has one value "
-        "for all. Reduce them first: strategy.extended.reduce_to('SUM', value, variable)."
-    )
-
-
 def shared_tensor_counts_once(tensor: Any, number: int) -> str:
     return (
         f"all_reduce('SUM', ...) of {tensor!r}, which was made outside the replica function: all {number} replicas have the "

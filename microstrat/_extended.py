@@ -255,18 +255,23 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         self._check_owned(var, "extended.update")
-        if var.rows is None and _context.current_tracing() is None and not _values.same_for_all((tuple(args), kwargs)):
-            if not var.may_become_local:
-                raise _errors.varying_update(var.name)
-            var.ensure_rows()
-        if var.rows is None or _context.current_tracing() is not None:
-            # One value, or a trace that stands for all replicas.
+        if _context.current_tracing() is not None:  # which stands for all replicas, and refuses what differs
             return self._update_once(lambda *a, **k: fn(self._component(var, 0), *a, **k), args, kwargs, group)
+        if var.rows is None and any(_values.may_differ(value) for value in tf.nest.flatten((tuple(args), kwargs))):
+            if not var.may_become_local:
+                raise _errors.varying_write(var.name, None, "extended.update", "")
+            var.ensure_rows()
+        if var.rows is None:
+            return self._update_once(lambda *a, **k: fn(self._component(var, 0), *a, **k), args, kwargs, group)
+        results = []
         for replica in range(self._number):
             own_args, own_kwargs = _values.select_replica((tuple(args), kwargs), replica)
             with tf.device(self._device), _tf.UpdateContext(replica):
-                fn(self._component(var, replica), *own_args, **own_kwargs)
-        return var if group else (var,) * self._number
+                result = fn(self._component(var, replica), *own_args, **own_kwargs)
+            results.append(tf.nest.map_structure(_variables.read_view, result))
+        if isinstance(var, _variables.VirtualMirroredVariable):
+            var.follow_replica_0()
+        return var if group else tf.nest.map_structure(lambda *parts: parts, *results)
 
     def _component(self, var: Any, replica: int) -> Any:
         return var._get_replica(replica)  # noqa: SLF001 - this package's own class
@@ -282,7 +287,12 @@ class MicroBatchExtended(_tf.StrategyExtended):
             result = fn(*args, **kwargs)
         if group and isinstance(result, _tf.ResourceVariable) and _context.current_tracing() is not None:
             result = result.read_value()  # the value after this write, not after later ones
-        return result if group else tf.nest.map_structure(self._local_results, result)
+        return result if group else tf.nest.map_structure(self._copies, result)
+
+    def _copies(self, value: Any) -> tuple[Any, ...]:
+        """What every replica's component gave, where the one component of a variable has given `value`."""
+        alone = isinstance(value, _tf.ResourceVariable) and not isinstance(value, _tf.DistributedVariable)
+        return (value,) * self._number if alone else self._local_results(value)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         return tf.distribute.get_replica_context().all_reduce(reduce_op, value, options)
@@ -375,7 +385,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         del destinations
-        return tensor
+        return tf.convert_to_tensor(tensor) if isinstance(tensor, _tf.DistributedVariable) else tensor
 
     # --- Inputs -------------------------------------------------------------------------------------------------------
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:

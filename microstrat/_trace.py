@@ -212,6 +212,7 @@ class Graph:
         self.ids = {op: index for index, op in enumerate(self.operations)}
         required = {tensor.op for tensor in self.returned}
         self.nodes = [self._describe(op, op in required) for op in self.operations]
+        self._colours: list[bool] | None = None
 
     def outside(self, handle: tf.Tensor) -> tf.Tensor:
         """What a resource handle here is outside the trace."""
@@ -229,7 +230,10 @@ class Graph:
 
     def colours(self) -> list[bool]:
         """For every node, whether it varies."""
-        return [False] * len(self.nodes) if self.tracing.turns.most == 1 else _plan.find_varying(self.nodes)
+        if self._colours is None:
+            once = self.tracing.turns.most == 1
+            self._colours = [False] * len(self.nodes) if once else _plan.find_varying(self.nodes)
+        return self._colours
 
     def now(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensor that has taken the place of `tensor`, if one has."""
@@ -246,7 +250,7 @@ class Graph:
 
     def settled_colours(self) -> list[bool]:
         """For every node, whether it varies, after collectives over uniform values are replaced: those need no loop."""
-        varying = self.colours()
+        varying = list(self.colours())
         for marker, collective in self.tracing.collectives.items():
             if marker.graph is not self.graph or collective.between_replicas:
                 continue

@@ -740,22 +740,6 @@ def divide_by_replicas(total: Any, num_replicas: Any) -> Any:
     return total / num_replicas
 
 
-def same_for_all(structure: Any) -> bool:
-    """Whether every replica is known to have the same value of everything in `structure`."""
-    values = [value for value in tf.nest.flatten(structure) if isinstance(value, PerReplica)]
-    values = [value for value in values if not isinstance(value, Uniform)]
-    if not tf.executing_eagerly():
-        return not values
-    return all(_same(first, other) for value in values for first, *others in [value.values] for other in others)
-
-
-def _same(one: Any, other: Any) -> bool:
-    parts = [tf.nest.flatten(value, expand_composites=True) for value in (one, other)]
-    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*parts, strict=True)]
-    # NaN is the same as NaN: a gradient that overflowed.
-    return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
-
-
 def select_replica(structure: Any, replica_id: Any) -> Any:
     """Replaces every per-replica value in a structure by one replica's; variables stay, they know their replica."""
 
@@ -769,6 +753,21 @@ def select_replica(structure: Any, replica_id: Any) -> Any:
         return value
 
     return tf.nest.map_structure(select, structure)
+
+
+def may_differ(value: Any) -> bool:
+    """Whether a per-replica value may differ between replicas; outside graphs, whether it does."""
+    if not isinstance(value, tf.distribute.DistributedValues) or isinstance(value, _tf.DistributedVariable | Uniform):
+        return False
+    if not tf.executing_eagerly():
+        return True
+    first, *others = [tf.nest.flatten(entry, expand_composites=True) for entry in value._values]  # noqa: SLF001 - protocol
+    return any(not _same(one, another) for other in others for one, another in zip(first, other, strict=True))
+
+
+def _same(one: Any, another: Any) -> bool:
+    one, another = np.asarray(one), np.asarray(another)
+    return np.array_equal(one, another) or one.tobytes() == another.tobytes()  # NaNs are not equal, but may be the same
 
 
 def regroup(

@@ -116,6 +116,11 @@ class ReplicaView:
         return self.assign(update(self.read_value(), indices, values))
 
 
+def read_view(value: Any) -> Any:
+    """The value of a view; anything else as it is."""
+    return value.read_value() if isinstance(value, ReplicaView) else value
+
+
 def _delegate_operators(cls: type) -> None:
     """Makes arithmetic on a view work on its value."""
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tests.programs._registry import ALL, BATCH, WHOLE_MORE, arrays, batches, local, program, rows
+from tests.programs._registry import ALL, BATCH, WHOLE_MORE, arrays, batches, local, per_replica, program, rows
 
 
 def _id(dtype: Any = tf.float32) -> tf.Tensor:
@@ -375,6 +375,41 @@ def extended_methods(strategy: tf.distribute.Strategy) -> Any:
             "reduced": extended.reduce_to("MEAN", variable, variable),
         }
     return {key: arrays(value) for key, value in facts.items()}
+
+
+@program(whole="mean", one_device=True)
+def extended_update(strategy: tf.distribute.Strategy) -> Any:
+    """What `update` gives to its function and returns, and what it does with a value per replica."""
+    with strategy.scope():
+        weight = tf.Variable([1.0, 2.0])
+        state = tf.Variable([1.0, 2.0], trainable=False)
+        metric = tf.Variable(
+            1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+    extended = strategy.extended
+    own = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant([1.0, 1.0]) * (1 + context.replica_id_in_sync_group)
+    )
+    same = strategy.experimental_distribute_values_from_function(lambda context: tf.constant([1.0, float("nan")]))
+
+    def results(variable: tf.Variable, function: Any, *args: Any, **kwargs: Any) -> Any:
+        given = extended.update(variable, function, args=args, kwargs=kwargs, group=False)
+        return arrays({key: [value.numpy() for value in values] for key, values in given.items()})
+
+    with strategy.scope():
+        return {
+            "tensors": results(
+                weight, lambda v, x, y: {"sum": v + x, "y": y * 1.0}, tf.constant(1.0), y=tf.constant(2.0)
+            ),
+            "written": results(weight, lambda v, x: {"v": v.assign_add(x), "x": x + 1.0}, tf.constant([1.0, 1.0])),
+            "mirrored": results(weight, lambda v, other: {"sum": v + other}, weight),
+            "the same in all": results(weight, lambda v, x: {"sum": v + x}, same),
+            "per replica": results(state, lambda v, x: {"v": v.assign_add(x) + 0.0}, own),
+            "after": [per_replica(strategy, [weight, state]), weight.numpy(), state.numpy()],
+            "metric": results(metric, lambda v, x: {"v": v.assign_add(x) + 0.0}, tf.constant(2.0)),
+            "metric, after": metric.numpy(),
+            "broadcast": extended.broadcast_to(metric, "CPU:0").numpy(),
+        }
 
 
 @program(whole="mean")
