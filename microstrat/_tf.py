@@ -414,8 +414,8 @@ def captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
 def capture_call_time_value(graph: Any, closure: Callable[[], Any], spec: tf.TypeSpec, key: Any) -> Any:
     """A value that a tf.function looks up at every call; a plain capture would freeze it at the first trace.
 
-    Where it is called, it asks the graph around the call, which asks in turn: but tf.cond does not answer its branches. There
-    the value is looked up right away.
+    Where it is called, it asks the graph around the call, which asks in turn: but tf.cond does not answer its branches.
+    There the value is looked up right away.
     """
     captures = graph._function_captures  # no public way to say what a call-time capture asks
     known = key in captures.by_ref_external
