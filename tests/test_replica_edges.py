@@ -226,7 +226,7 @@ def test_the_gradient_of_gathered_rows_finds_its_own() -> None:
     np.testing.assert_array_equal(strategy.gather(gradient, axis=0), 2 * np.arange(1.0, 9.0))  # both replicas' losses
 
 
-# --- Branches ----------------------------------------------------------------------------------------------------------
+# --- Branches ---------------------------------------------------------------------------------------------------------
 def test_a_collective_in_a_branch_takes_what_the_function_around_run_was_given() -> None:
     """Stock strategies have no collectives in branches."""
     strategy = microstrat.MicroBatchStrategy(2)

@@ -14,13 +14,13 @@ import pytest
 import tensorflow as tf
 
 from microstrat import _keras, _whole
-from tests import sampler
+from tests.samplers import whole as sampler
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_draws_agree() -> None:
-    command = [sys.executable, "-m", "tests.sampler", "--draws", "25", "--seed", "1"]
+    command = [sys.executable, "-m", "tests.samplers.whole", "--draws", "25", "--seed", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert done.stdout.splitlines()[-1] == "25 draws, 0 mismatches"

@@ -1,4 +1,4 @@
-"""Random programs, each run as one plain full batch and in micro-batches: `python -m tests.sampler --draws 500 --seed 0`.
+"""Random programs, each run as one plain full batch and in micro-batches: `python -m tests.samplers.whole --draws 500`.
 
 A draw composes a model, losses, weights, metrics, an optimizer and a way to train out of what plain TensorFlow and Keras
 programs are made of. The draw with an index depends on nothing but the seed and that index: `--index` runs one alone.
@@ -40,7 +40,7 @@ the same, while what is put together wrongly stays as wrong as it was."""
 FEATURES, CLASSES, VALUES, TOKENS, LENGTH = 6, 4, 3, 9, 6
 
 
-# --- Draws --------------------------------------------------------------------------------------------------------------
+# --- Draws ------------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Draw:
     """One program.
@@ -260,7 +260,7 @@ def _optimizer_options(
     return options
 
 
-# --- Data ---------------------------------------------------------------------------------------------------------------
+# --- Data -------------------------------------------------------------------------------------------------------------
 def data_of(one: Draw) -> tuple[Any, ...]:
     """(inputs, targets) or (inputs, targets, weights) of all steps' rows."""
     rng = np.random.default_rng([one.seed, one.index, 1])
@@ -301,7 +301,7 @@ def steps_of(one: Draw, data: Any) -> list[Any]:
     ]
 
 
-# --- Models -------------------------------------------------------------------------------------------------------------
+# --- Models -----------------------------------------------------------------------------------------------------------
 class AddLoss(keras.layers.Layer):
     """Adds a loss: one number, or one for each row."""
 
@@ -400,7 +400,7 @@ class Bricks:
         return kind(start, outputs, **options)
 
 
-# --- Losses, metrics, optimizers ------------------------------------------------------------------------------------------
+# --- Losses, metrics, optimizers --------------------------------------------------------------------------------------
 def loss_of(one: Draw) -> keras.losses.Loss:
     """The Keras loss."""
     options: dict[str, Any] = {"from_logits": True} if one.target == "classes" else {}
@@ -545,7 +545,7 @@ class OwnModel(keras.Model):
         return {**logs, **{metric.name: metric.result() for metric in self.own.metrics}}
 
 
-# --- Programs -------------------------------------------------------------------------------------------------------------
+# --- Programs ---------------------------------------------------------------------------------------------------------
 def run(one: Draw, strategy: tf.distribute.Strategy) -> dict[str, Any]:
     """Runs the program. It does not know which strategy it runs under."""
     results = (_run_keras if one.style in KERAS_STYLES else _run_loop)(one, strategy)
@@ -691,7 +691,7 @@ def _loop_inside(train: Callable[..., Any], batches: Any) -> Any:
     return epoch(batches)
 
 
-# --- Comparing ------------------------------------------------------------------------------------------------------------
+# --- Comparing --------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What came of a draw.
@@ -745,10 +745,10 @@ def _fresh(one: Draw, floats: str, make_strategy: Callable[[], tf.distribute.Str
         keras.config.set_floatx(before)
 
 
-# --- Command line ---------------------------------------------------------------------------------------------------------
+# --- Command line -----------------------------------------------------------------------------------------------------
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs draws; 0 if all agree."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sampler", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.samplers.whole", description=__doc__)
     parser.add_argument("--draws", type=int, default=100, help="how many, from index 0 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all draws (default: %(default)s)")
     parser.add_argument("--index", type=int, nargs="+", help="run these draws only, and describe them")

@@ -1,0 +1,1 @@
+"""Random programs against the truth: whole batches (`whole`) and replicas (`replicas`)."""
