@@ -24,7 +24,7 @@ Key = tuple[tf.Operation, int]
 def cut_in_pieces(graph: _trace.Graph) -> None:
     """Puts pieces in the place of all conditionals that hold collectives, or both kinds of work."""
     seen: set[tf.Operation] = set()
-    while True:
+    while any(op.type in _kinds.BRANCHES for op in graph.operations):
         varying = graph.colours()
         found: list[_Conditional] = []
         waiting: set[tf.Operation] = set()  # what depends on a conditional that is not yet in pieces
@@ -76,7 +76,7 @@ class _Conditional:
         inner = _tf.branch_graphs(self.op)
         collective = any(holds_collectives(graph, self.tracing) for graph in inner)
         if self._varies(self.condition):
-            lifted = any(argument.op in self.tracing.lifted for argument in self.arguments)
+            lifted = any(argument.op in self.graph.lifted for argument in self.arguments)
             if (collective or lifted) and self.condition.op not in self.tracing.collectives:
                 raise _errors.collective_under_varying_condition(self.tracing.function_name, _trace.where(self.op))
             return False
@@ -100,6 +100,7 @@ class _Conditional:
             outer_of={id(own): self.graph.outside(given) for own, given in pairs if own.dtype == tf.resource},
             arguments={own.op: self._varies(given) for own, given in pairs},
             foreign=self.graph.foreign,
+            lifted={own.op for own, given in pairs if given.op in self.graph.lifted},
             once=self.graph.once or self.op in self.tracing.graph.cross_replica_ops,
         )
 
@@ -184,7 +185,7 @@ class _Conditional:
         before = [other for other in self.op.control_inputs if self._ordered(other, resources)]
         earlier = {at for part in self.parts for at in part.follows(stage)}
         _tf.set_control_inputs(piece, before + [self.pieces[at] for at in sorted(earlier) if at in self.pieces])
-        if self.op in self.tracing.graph.cross_replica_ops:
+        if stage % 2 == 0 or self.op in self.tracing.graph.cross_replica_ops:
             self.tracing.graph.cross_replica_ops.add(piece)
         for result, tensor in zip(piece.outputs, like, strict=True):
             result.set_shape(tensor.shape)

@@ -179,6 +179,7 @@ class Graph:
       outer_of: id of a placeholder -> what it stands for outside the trace.
       arguments: placeholders of a branch -> whether what they stand for differs between replicas.
       foreign: variables of somebody else that replicas write: each sees the writes of those before it, so all of it varies.
+      lifted: results of collectives that stood in a branch, and were lifted out of it.
       once: whether it runs in cross-replica context, so that random draws, prints and the like happen once.
       replaced: operations that others have taken the place of.
       moved: (operation, output) -> what has taken the place of that tensor.
@@ -194,6 +195,7 @@ class Graph:
     outer_of: dict[int, tf.Tensor]
     arguments: dict[tf.Operation, bool] = field(default_factory=dict)
     foreign: set[Hashable] = field(default_factory=set)
+    lifted: set[tf.Operation] = field(default_factory=set)
     once: bool = False
     replaced: set[tf.Operation] = field(default_factory=set)
     moved: dict[tuple[tf.Operation, int], tf.Tensor] = field(default_factory=dict)
@@ -324,7 +326,7 @@ def to_graph(trace: Trace, owner_of: Callable[[tf.Tensor], Any]) -> Graph:
         leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and getattr(leaf, "graph", None) is tracing.graph
     ]
     outer_of = {id(inner): outer for outer, inner in tracing.graph.captures}
-    result = Graph(tracing, tracing.graph, returned, set(trace.must_run), outer_of)
+    result = Graph(tracing, tracing.graph, returned, set(trace.must_run), outer_of, lifted=tracing.lifted)
     while True:
         found = _foreign_writes(result, owner_of)
         if found <= result.foreign:

@@ -243,6 +243,28 @@ def test_branches_compile(make: Callable[..., Any]) -> None:
     assert not compare.differences(expected, _train(microstrat.MicroBatchStrategy(2), make, compiled), 2e-6)
 
 
+def test_a_merge_function_in_a_branch_prints_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def make(strategy: tf.distribute.Strategy) -> Any:
+        total, count = tf.Variable(0.0, trainable=False, aggregation=FIRST), _counter()
+
+        def merge(strategy: tf.distribute.Strategy, value: Any) -> None:
+            summed = strategy.reduce("SUM", value, axis=None)
+            tf.print("merged", summed)
+            strategy.extended.update(total, lambda v, s: v.assign_add(s), args=(summed,))
+
+        def step(x: tf.Tensor) -> tf.Tensor:
+            count.assign_add(1)
+            merge_call = tf.distribute.get_replica_context().merge_call
+            tf.cond(count == 1, lambda: (merge_call(merge, args=(tf.reduce_sum(x),)), True)[1], lambda: False)
+            return total.read_value() / strategy.num_replicas_in_sync
+
+        return step, lambda: [total.numpy()]
+
+    left = _train(microstrat.MicroBatchStrategy(3), make, data=X[: 2 * ROWS])["left"]
+    assert abs(left[0] - X[:ROWS].sum()) < 1e-5
+    assert capfd.readouterr().err.count("merged") == 1
+
+
 def test_accumulation_keeps_nothing_for_all_replicas() -> None:
     """The optimizer steps once, and each replica's own sums are written in the loop of its backward pass."""
     _train(microstrat.MicroBatchStrategy(3), accumulation)
@@ -286,7 +308,10 @@ def test_accumulation_clips_what_each_replica_has_accumulated(clip: dict[str, fl
     assert not compare.differences(arrays(bigger.get_weights()), arrays(model.get_weights()), 2e-6)
 
 
-def test_a_condition_that_differs_is_refused() -> None:
+@pytest.mark.parametrize(
+    "outer", [lambda train: train(), lambda train: tf.cond(tf.range(3)[0] == 0, train, lambda: 1.0)]
+)
+def test_a_condition_that_differs_is_refused(outer: Callable[..., Any]) -> None:
     def make(strategy: tf.distribute.Strategy) -> Any:
         model, optimizer = _dense(), keras.optimizers.SGD(0.1)
 
@@ -297,7 +322,10 @@ def test_a_condition_that_differs_is_refused() -> None:
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             return loss
 
-        return lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: train(x), lambda: 0.0), lambda: []
+        def step(x: tf.Tensor) -> tf.Tensor:
+            return outer(lambda: tf.cond(tf.reduce_sum(x) > 0, lambda: train(x), lambda: 0.0))
+
+        return step, lambda: []
 
     with pytest.raises(RuntimeError, match="under a condition that may differ between replicas"):
         _train(microstrat.MicroBatchStrategy(2), make)
