@@ -74,8 +74,17 @@ class ReplicaView:
 
     value = read_value
 
+    def numpy(self) -> Any:
+        return self.read_value().numpy()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.asarray(self.numpy(), *args, **kwargs)
+
     def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
         return tf.convert_to_tensor(self.read_value(), dtype=dtype, name=name)
+
+    def __repr__(self) -> str:
+        return f"<component of {self._container.name!r}>"
 
     def _convert(self, value: Any) -> tf.Tensor:
         tensor = tf.convert_to_tensor(value, dtype=self.dtype)
@@ -108,12 +117,16 @@ class ReplicaView:
     def _scatter_rows(self, method: str, sparse_delta: tf.IndexedSlices, *args: Any, **kwargs: Any) -> Any:
         """Scatters into this replica's value, as scatter_* of a variable of that value would."""
         del args, kwargs
-        if method not in _SCATTERS:
+        if method not in _SCATTERS and method not in _SCALES:
             raise _errors.scatter_on_local(self.name, method)
-        update = getattr(tf, _SCATTERS[method])
-        indices = tf.reshape(sparse_delta.indices, [-1, 1])
-        values = tf.convert_to_tensor(sparse_delta.values, self.dtype)
-        return self.assign(update(self.read_value(), indices, values))
+        row = self.read_value()
+        indices, values = sparse_delta.indices, tf.convert_to_tensor(sparse_delta.values, self.dtype)
+        if method in _SCATTERS:
+            return self.assign(getattr(tf, _SCATTERS[method])(row, tf.reshape(indices, [-1, 1]), values))
+        indices, position = tf.unique(tf.reshape(indices, [-1]))  # an index that stands there twice scales twice
+        factors = tf.math.unsorted_segment_prod(values, position, tf.size(indices))
+        scaled = _SCALES[method](tf.gather(row, indices), factors)
+        return self.assign(tf.tensor_scatter_nd_update(row, indices[:, tf.newaxis], scaled))
 
 
 def read_view(value: Any) -> Any:
@@ -143,6 +156,10 @@ _SCATTERS = {
     "scatter_update": "tensor_scatter_nd_update",
     "scatter_min": "tensor_scatter_nd_min",
     "scatter_max": "tensor_scatter_nd_max",
+}
+_SCALES: dict[str, Callable[..., tf.Tensor]] = {
+    "scatter_mul": tf.multiply,
+    "scatter_div": lambda x, y: tf.truncatediv(x, y) if x.dtype.is_integer else x / y,
 }
 
 
@@ -256,10 +273,10 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """N component values: the one variable N times, or each replica's own value."""
+        """The N component variables: the one variable N times, or each replica's own."""
         if self.rows is None:
             return (self._primary,) * self.num_replicas
-        return tuple(tf.unstack(self.rows.read_value(), num=self.num_replicas))
+        return tuple(ReplicaView(self, replica) for replica in range(self.num_replicas))
 
     @property
     def handle(self) -> tf.Tensor:
@@ -478,8 +495,8 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """Each replica's own value."""
-        return tuple(tf.unstack(self.rows.read_value(), num=self.num_replicas))
+        """The N component variables."""
+        return tuple(ReplicaView(self, replica) for replica in range(self.num_replicas))
 
     @property
     def initial_value(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import keras
@@ -303,3 +304,77 @@ def variables_trainable_written_alike(strategy: tf.distribute.Strategy) -> Any:
     step = tf.function(lambda: strategy.run(replica_step))
     out = [[local(strategy, part) for part in step()] for _ in range(3)]
     return {"out": out, "plain": plain.numpy(), "kernel": np.asarray(layer.kernel)}
+
+
+_SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_update", "scatter_min", "scatter_max")
+
+
+def _matrix(
+    strategy: tf.distribute.Strategy, *, trainable: bool
+) -> dict[str, tuple[tf.Variable, list[str], list[str]]]:
+    """Variables of every kind: (variable, methods for replica context, methods for updates)."""
+    made: dict[str, tuple[tf.Variable, list[str], list[str]]] = {}
+    for synchronization, aggregation, dtype in itertools.product(
+        ("AUTO", "ON_WRITE", "ON_READ"), ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"), (tf.float32, tf.int32)
+    ):
+        if aggregation == "MEAN" and dtype == tf.int32:
+            continue  # both refuse it
+        with strategy.scope():
+            variable = tf.Variable(
+                [1, 2, 3],
+                dtype=dtype,
+                trainable=trainable,
+                synchronization=getattr(tf.VariableSynchronization, synchronization),
+                aggregation=getattr(tf.VariableAggregation, aggregation),
+            )
+        methods = ["assign", "assign_add", "assign_sub"]
+        in_replicas = list(methods)
+        if synchronization != "ON_READ":
+            # Slices are not always aggregated.
+            in_replicas += _SCATTERS[:2] if aggregation in ("SUM", "MEAN") else _SCATTERS
+        made[f"{synchronization} {aggregation} {dtype.name}"] = (variable, in_replicas, [*methods, *_SCATTERS])
+    return made
+
+
+def _write(variable: tf.Variable, method: str, value: tf.Tensor) -> None:
+    value = tf.cast(value, variable.dtype) * tf.constant([1, 2, 3], variable.dtype)
+    if method.startswith("scatter"):
+        getattr(variable, method)(tf.IndexedSlices(tf.stack([value[0], value[2]]), tf.constant([1, 1])))
+    else:
+        getattr(variable, method)(value)
+
+
+def _values_of(strategy: tf.distribute.Strategy, made: Any) -> Any:
+    """Each variable's values in replicas, and its components'."""
+    variables = {name: variable for name, (variable, *_) in made.items()}
+    read = tf.function(lambda: strategy.run(lambda: {name: v.read_value() for name, v in variables.items()}))
+    in_replicas = strategy.experimental_local_results(read())
+    components = {name: strategy.experimental_local_results(v) for name, v in variables.items()}
+    return in_replicas, {name: [np.asarray(one) for one in parts] for name, parts in components.items()}
+
+
+@program(replicas=(2,), why_not_whole=UNDECLARED_SUMS)
+def variables_matrix(strategy: tf.distribute.Strategy) -> Any:
+    """Every kind of variable, written in every way, in replica and in update context."""
+    results = []
+    for trainable, differ in ((False, True), (True, False)):
+        made = _matrix(strategy, trainable=trainable)
+
+        def replica_step(made: Any = made, differ: bool = differ) -> None:
+            own = tf.distribute.get_replica_context().replica_id_in_sync_group if differ else tf.constant(1)
+            for variable, methods, _ in made.values():
+                for method in methods:
+                    _write(variable, method, own + 1)
+
+        step = tf.function(lambda replica_step=replica_step: strategy.run(replica_step))
+        step()
+        results.append(_values_of(strategy, made))
+
+        def update(made: Any = made) -> None:
+            for variable, _, methods in made.values():
+                for method in methods:
+                    strategy.extended.update(variable, _write, args=(method, tf.constant(3)), group=True)
+
+        tf.function(update)()
+        results.append(_values_of(strategy, made))
+    return arrays(results)
