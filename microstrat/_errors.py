@@ -40,6 +40,13 @@ def shared_tensor_counts_once(tensor: Any, number: int) -> str:
     )
 
 
+def no_logical_devices(method: str) -> AttributeError:
+    return AttributeError(
+        f"MicroBatchStrategy has no {method}: it is for models that span several cores of a TPU. Here each replica is one "
+        "device, and the replicas share it: leave the call out."
+    )
+
+
 def varying_branch(variable: str, function: str, where: str) -> RuntimeError:
     return RuntimeError(
         f"In replica function {function!r}, a branch (tf.cond, or an AutoGraph if{where}) writes variable {variable!r}, "

@@ -187,6 +187,12 @@ class MicroBatchStrategy(tf.distribute.Strategy):
             return self.extended.reduce_axis(reduce_op, value, axis)
         return super().reduce(reduce_op, value, axis)
 
+    def __getattr__(self, name: str) -> Any:
+        # An AttributeError, so that hasattr() tells a strategy for TPUs from this one, as from any other.
+        if name.startswith("experimental_") and "logical_device" in name:
+            raise _errors.no_logical_devices(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _check_scope(self, what: str) -> None:
         current = tf.distribute.get_strategy()
         if tf.distribute.has_strategy():

@@ -301,7 +301,9 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         if self.in_own_replica_context():
             return self._get_on_device_or_primary()
         if _in_update_context():
-            return tf.convert_to_tensor(self._get_replica(_tf.get_update_replica_id()))
+            # The variable itself, if there is one: TensorFlow 1's optimizers find its slots by it.
+            component = self._get_replica(_tf.get_update_replica_id())
+            return component if self.rows is None else tf.convert_to_tensor(component)
         return self._get_cross_replica()
 
     def _get_cross_replica(self) -> tf.Tensor:

@@ -57,7 +57,6 @@ NOT_APPLICABLE = {
     "OneDeviceDistributionTestBase._test_all_reduce_sum graph whole": ROWS,
     "OneDeviceDistributionTestBase._test_all_reduce_mean graph whole": ROWS,
     "RemoteSingleWorkerMirroredStrategyBase._testDeviceScope": "asserts the name of another machine's device",
-    "Dense.batch_norm whole": "asserts the full batch's statistics, and each micro-batch has its own",
 }
 """Beginnings of cases' names, and why they can't be about a strategy on one device."""
 
@@ -120,12 +119,8 @@ def keras_cases() -> list[str]:
 
 def tf_keras_cases() -> list[str]:
     """CLASS.CASE STRATEGY of what stands in TF_KERAS."""
-    return [
-        f"{name}.{case} {which}"
-        for name, of_class in TF_KERAS.items()
-        for case in of_class
-        for which in (("2", "whole") if name in ("Dense", "Embedding") else ("2",))
-    ]
+    names = [f"{name}.{case}" for name, of_class in TF_KERAS.items() for case in of_class]
+    return [*(f"{name} 2" for name in names), *(f"{name} whole" for name in TF_KERAS_WHOLE)]
 
 
 def cases(suite: str) -> list[str]:
@@ -310,6 +305,17 @@ TF_KERAS: dict[str, dict[str, Callable[[Any, Any], None]]] = {
     },
     "Preprocessing": {"serving": serving},
 }
+
+
+TF_KERAS_WHOLE = (
+    "Dense.arrays",
+    "Dense.datasets",
+    "Dense.partial_batches",
+    "Dense.synchronized_batch_norm",
+    "Dense.learning_rates",
+    "Embedding.arrays",
+)
+"""Those that compare with no strategy, and so are about whole batches too."""
 
 
 def tf_keras_case(case: str, kind: str) -> unittest.TestCase:

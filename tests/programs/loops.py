@@ -206,3 +206,33 @@ def loop_eager_values(strategy: tf.distribute.Strategy) -> Any:
             strategy.extended.update(weight, lambda v, g: v.assign_sub(0.01 * g), args=(first,))
         out.append([local(strategy, loss), local(strategy, gradient), strategy.reduce("SUM", loss, axis=None)])
     return {"out": arrays(out), "weight": weight.numpy()}
+
+
+@program(whole="mean")
+def optimizers_of_tensorflow_1(strategy: tf.distribute.Strategy) -> Any:
+    """Their slots are made in the first traced step, and found by the variable that `update` hands out."""
+    train = tf.compat.v1.train
+    data = strategy.experimental_distribute_dataset(batches(rows(2 * BATCH, 3)))
+
+    def trained(optimizer: Any) -> Any:
+        with strategy.scope():
+            weights = tf.Variable([[1.0], [2.0], [3.0]])
+            stepper = optimizer()
+
+        def replica_step(x: Any) -> None:
+            stepper.minimize(lambda: tf.reduce_mean(tf.square(x @ weights - 1.0)), var_list=[weights])
+
+        step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
+        out = []
+        for _ in range(2):
+            for x in data:
+                step(x)
+                out.append(weights.numpy())
+        return {"weights": out, "slots": [stepper.get_slot(weights, name).numpy() for name in stepper.get_slot_names()]}
+
+    return {
+        "descent": trained(lambda: train.GradientDescentOptimizer(0.1)),
+        "momentum": trained(lambda: train.MomentumOptimizer(0.1, 0.9)),
+        "adam": trained(lambda: train.AdamOptimizer(0.1)),
+        "rms": trained(lambda: train.RMSPropOptimizer(0.1)),
+    }
