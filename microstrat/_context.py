@@ -54,7 +54,7 @@ class Tracing:
       around: the trace of all replicas that this one of one replica's micro-batches is part of, if any.
       outermost: the graph outside all traces.
       inline: whether nested tf.functions run inline (they hold a collective).
-      lifted: whether a collective stood in a branch, and was lifted out of it.
+      lifted: markers of collectives that stood in a branch, and were lifted out of it.
       functions: the tf.functions whose traces this one becomes part of.
       restart: why the trace must start again, if it must.
       draws_per_turn: whether random draws, prints and the like happen every turn, whatever they depend on.
@@ -88,7 +88,7 @@ class Tracing:
         self.graph = _tf.replica_graph(self.graph_name)
         self.collectives: dict[tf.Operation, Collective] = {}
         self.cuts: set[tf.Operation] = set()
-        self.lifted = False
+        self.lifted: set[tf.Operation] = set()
         self.kinds = _kinds.Kinds(self.graph)
         self.functions = _tf.functions_being_traced()
         self._varies: dict[tf.Operation, bool] = {}
@@ -167,6 +167,7 @@ class Tracing:
 
     def collect(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
         """Leaves a marker that stands for a collective over `tensor`, and returns its result."""
+        inside = tf.compat.v1.get_default_graph() is not self.graph
         tensor = self._out_of_branches(collective.kind, tensor)
         shape = tensor.shape
         if collective.kind == "concat" and shape.rank is not None:
@@ -179,6 +180,8 @@ class Tracing:
             # Unlike an Identity, this op may have a wider static shape than its input.
             marker = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name="collective")
         self.collectives[marker.op] = collective
+        if inside:
+            self.lifted.add(marker.op)
         return marker
 
     def collect_replicas(self, kind: str, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
@@ -259,11 +262,9 @@ class Tracing:
         if graph is self.graph:
             return tensor
         try:
-            lifted = _branches.lift(tensor, self.graph)
+            return _branches.lift(tensor, self.graph)
         except _branches.CannotLift as reason:
             raise _errors.collective_in_branch(kind, self.function_name, str(reason)) from None
-        self.lifted = True
-        return lifted
 
     def _restart(self, reason: str) -> None:
         """Gives up this trace. The tracer sees `restart`: AutoGraph would not let a type of our own through."""

@@ -97,7 +97,7 @@ def _trace_once(
     _see_through_wrappers(graph)
     if tracing.lifted:
         for op in graph.get_operations():
-            if op.type in _kinds.BRANCHES and any(tensor.op in tracing.collectives for tensor in op.inputs):
+            if op.type in _kinds.BRANCHES and any(tensor.op in tracing.lifted for tensor in op.inputs):
                 _branches.drop_dead_inputs(op, graph)
     return Trace(tracing, structure, leaves, frozenset(control.ops_which_must_run), weights)
 
@@ -303,7 +303,7 @@ def refuse_varying_conditions(graph: Graph, varying: Sequence[bool], trace: Trac
     """Raises if a collective that was lifted out of a branch stood under a condition that differs between replicas."""
     tracing = trace.tracing
     for op in graph.operations if tracing.lifted else ():
-        if op.type in _kinds.BRANCHES and any(tensor.op in tracing.collectives for tensor in op.inputs[1:]):
+        if op.type in _kinds.BRANCHES and any(tensor.op in tracing.lifted for tensor in op.inputs[1:]):
             condition = op.inputs[0].op
             if varying[graph.ids[condition]] and condition not in tracing.collectives:
                 raise _errors.collective_under_varying_condition(tracing.function_name, where(op))
