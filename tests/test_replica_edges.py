@@ -245,6 +245,20 @@ def test_a_collective_in_a_branch_takes_what_the_function_around_run_was_given()
             np.testing.assert_array_equal(value, expected)
 
 
+def test_a_branch_that_varies_may_read_what_was_reduced_before() -> None:
+    """Also where another collective stands in a branch."""
+    strategy = microstrat.MicroBatchStrategy(2)
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("SUM", x)
+        y = tf.cond(context.replica_id_in_sync_group > 0, lambda: total + 1.0, lambda: x)
+        return tf.cond(total > 1.0, lambda: context.all_reduce("SUM", x * 2.0) + y, lambda: x)
+
+    result = tf.function(lambda x: strategy.run(step, args=(x,)))(tf.constant(3.0))
+    assert [value.numpy() for value in strategy.experimental_local_results(result)] == [15.0, 19.0]
+
+
 # --- The planner ------------------------------------------------------------------------------------------------------
 def test_what_an_early_collective_does_not_need_waits_for_the_last_loop() -> None:
     """turn -> mask -> (sum of masks); turn -> forward -> loss, which divides by that sum; loss -> (sum of losses)."""
