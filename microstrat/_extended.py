@@ -18,7 +18,7 @@ from microstrat import (
     _errors,
     _inputs,
     _keras,
-    _lower,
+    _replay,
     _tf,
     _trace,
     _values,
@@ -84,7 +84,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             fn = self._in_micro_batches(fn, (tuple(args), kwargs))
         number = _arguments.turns((tuple(args), kwargs), self._number)
         make_tracing = functools.partial(_context.Tracing, strategy, turns=number)
-        return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
+        return _replay.run(strategy, make_tracing, fn, args, kwargs, self._device)
 
     def _in_micro_batches(self, fn: Callable[..., Any], structure: Any) -> Callable[..., Any]:
         """`fn`, to be run by each replica on its part of `structure`, in micro-batches."""
@@ -116,7 +116,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             loss_reduction=self.loss_reduction,
             around=_context.current_tracing(),
         )
-        return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
+        return _replay.run(strategy, make_tracing, fn, args, kwargs, self._device)
 
     def announce(self, subject: str, message: str) -> None:
         """Warns, once for each subject."""

@@ -148,7 +148,9 @@ def collectives_inside(strategy: tf.distribute.Strategy) -> Any:
     def step(x: tf.Tensor) -> Any:
         count.assign_add(1)
         before = total.read_value()
-        a, b, c = tf.cond(count % 2 == 0, lambda: both(x), lambda: (tf.constant(0.5), tf.reduce_sum(x), total.read_value()))
+        a, b, c = tf.cond(
+            count % 2 == 0, lambda: both(x), lambda: (tf.constant(0.5), tf.reduce_sum(x), total.read_value())
+        )
         return a, b, c - before, own.read_value()
 
     return step, lambda: [total.numpy()]

@@ -202,9 +202,7 @@ def test_collective_over_a_loop_variable() -> None:
 
         return loop
 
-    with pytest.raises(
-        RuntimeError, match=r"'loop' has an all-reduce inside a tf\.while_loop.*cannot be taken out"
-    ):
+    with pytest.raises(RuntimeError, match=r"'loop' has an all-reduce inside a tf\.while_loop.*cannot be taken out"):
         in_function(build)
 
 
