@@ -494,3 +494,19 @@ def unscaled_loss(loss: str, function: str, num_replicas: int) -> str:
         "strategy.num_replicas_in_sync; or, if the code was written for one device, use "
         "microstrat.scope(micro_batches=n)."
     )
+
+
+def gradient_of_micro_batches(function: str) -> str:
+    return (
+        "The gradient of a result of strategy.run was asked for, by a tape around it. Replica function "
+        f"{function!r} runs in micro-batches, which are put together at the tape: use the tape inside the replica function."
+    )
+
+
+def gradient_of_effects(function: str, operation: str, where: str) -> str:
+    return (
+        "The gradient of a result of strategy.run was asked for, by a tape around it, which runs replica function "
+        f"{function!r} again; but that has effects ({operation}{where}), which must happen once. Use the tape inside the "
+        "replica function, or leave the effects out of it (training=False, for layers that draw random numbers or keep "
+        "statistics)."
+    )

@@ -19,7 +19,7 @@ from microstrat import (
     _inputs,
     _keras,
     _loops,
-    _lower,
+    _replay,
     _tf,
     _trace,
     _values,
@@ -85,7 +85,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             fn = self._in_micro_batches(fn, (tuple(args), kwargs))
         number = _arguments.turns((tuple(args), kwargs), self._number)
         make_tracing = functools.partial(_context.Tracing, strategy, turns=number, run_loop=self._run_loop)
-        return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
+        return _replay.run(strategy, make_tracing, fn, args, kwargs, self._device)
 
     def _in_micro_batches(self, fn: Callable[..., Any], structure: Any) -> Callable[..., Any]:
         """`fn`, to be run by each replica on its part of `structure`, in micro-batches."""
@@ -118,7 +118,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             loss_reduction=self.loss_reduction,
             around=_context.current_tracing(),
         )
-        return _lower.run(strategy, make_tracing, fn, args, kwargs, self._device)
+        return _replay.run(strategy, make_tracing, fn, args, kwargs, self._device)
 
     def _run_loop(self, *args: Any, **options: Any) -> Any:
         return _loops.run(*args, **options, device=self._device)

@@ -179,7 +179,8 @@ class _Loop:
         def one_turn(*own: Any) -> list[Any]:
             return _flatten(fn(*_pack(self.structure, own)))
 
-        return list(_lower.run(self.tracing.strategy, self._continuation, one_turn, flat, {}, self.device))
+        results, _ = _lower.run(self.tracing.strategy, self._continuation, one_turn, flat, {}, self.device)
+        return list(results)
 
     def _continuation(self, function_name: str, outer: tf.Graph, **options: Any) -> _context.Tracing:
         del function_name

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 import tensorflow as tf
 
-from microstrat import _conditionals, _plan, _rows, _tf, _trace, _values
+from microstrat import _conditionals, _errors, _plan, _rows, _tf, _trace, _values
 
 _counter = itertools.count()
 _last = threading.local()
@@ -44,6 +44,23 @@ def observed(observer: Callable[[_trace.Trace, _trace.Graph, _plan.Plan], None])
         _last.observer = before
 
 
+@dataclasses.dataclass(frozen=True)
+class Used:
+    """What the results of a run may have gradients by.
+
+    Attributes:
+      variables: trainable variables that the replica function read.
+      tensors: floating-point tensors from outside it, its arguments included.
+      captured: all tensors of graphs outside it.
+      why_not: why there is no gradient, if there is none.
+    """
+
+    variables: Sequence[Any]
+    tensors: Sequence[tf.Tensor]
+    captured: Sequence[tf.Tensor]
+    why_not: str
+
+
 def run(
     strategy: Any,
     make_tracing: Callable[..., Any],
@@ -51,8 +68,10 @@ def run(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     device: str,
-) -> Any:
-    """Runs `fn` for every replica, or micro-batch, as part of the current graph and returns the values they return.
+) -> tuple[Any, Used]:
+    """Runs `fn` for every replica, or micro-batch, as part of the current graph.
+
+    Returns the values that they return, and what those may have gradients by.
 
     A variable that may have a value per replica, but was taken for a shared one while tracing, turns out here: it gets its
     values, and the function is traced again.
@@ -79,14 +98,31 @@ def run(
             owner.ensure_rows(trace.tracing)
         _tf.dismantle(trace.tracing.graph)
     varying = graph.settled_colours()
+    used = _used(trace, graph)
     emitter = _Emitter(trace, graph, device)
     plan = _plan.plan(graph.nodes, varying)
     if getattr(_last, "observer", None) is not None:
         _last.observer(trace, graph, plan)
-    result = emitter.emit(plan, varying)
+    with _tf.stop_recording():
+        result = emitter.emit(plan, varying)
     _last.plan = plan
     _tf.dismantle(trace.tracing.graph)
-    return result
+    return result, used
+
+
+def _used(trace: _trace.Trace, graph: _trace.Graph) -> Used:
+    tracing = trace.tracing
+    variables = [variable for variable in _tf.watched_variables(tracing.graph) if variable.trainable]
+    outside = list({id(outer): outer for outer, _ in tracing.graph.captures}.values())
+    tensors = [outer for outer in outside if outer.dtype.is_floating or outer.dtype.is_complex]
+    captured = [outer for outer in outside if hasattr(outer, "graph")]
+    why_not = ""
+    if tracing.strategy.extended.micro_batches > 1:
+        why_not = _errors.gradient_of_micro_batches(tracing.function_name)
+    for op, node in zip(graph.operations, graph.nodes, strict=True):
+        if node.required and (node.writes or tracing.kinds.has_own_state(op)):
+            why_not = why_not or _errors.gradient_of_effects(tracing.function_name, op.type, _trace.where(op))
+    return Used(variables, tensors, captured, why_not)
 
 
 @dataclasses.dataclass(slots=True)

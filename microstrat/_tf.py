@@ -89,6 +89,8 @@ stop_recording = _record.stop_recording
 tape_is_recording = _record.could_possibly_record
 # True while a SavedModel without distributed variables is written; variables then act as their one saved copy.
 is_saving_non_distributed = _values_util.is_saving_non_distributed
+# Notes that the function being traced reads distributed variables as a SavedModel could not; it must be traced again there.
+mark_as_unsaveable = _values_util.mark_as_unsaveable
 in_sync_on_read_context = _distribute_lib.in_variable_sync_on_read_context
 canonicalize_device = _device_util.canonicalize
 host_for_device = _device_util.get_host_for_device
@@ -385,6 +387,20 @@ def captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
     return pairs
 
 
+def captured_here(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The same values as tensors of the current graph, which takes them from around itself."""
+    graph: Any = _ops.get_default_graph()
+    return [graph.capture(tensor) if isinstance(graph, FuncGraph) else tensor for tensor in tensors]
+
+
+def capture_as(graph: Any, tensor: tf.Tensor, value: tf.Tensor) -> None:
+    """Makes `graph` take `value` from around itself wherever it is asked to take `tensor`."""
+    inner = graph.capture(value)
+    outer = next((outer for outer, known in graph.captures if known is inner), None)
+    if outer is not None:
+        graph._function_captures.add_or_replace(key=id(tensor), external=outer, internal=inner)
+
+
 def capture_call_time_value(graph: Any, closure: Callable[[], Any], spec: tf.TypeSpec, key: Any) -> Any:
     """A value that a tf.function looks up at every call; a plain capture would freeze it at the first trace.
 
@@ -549,6 +565,65 @@ def set_read_only_resources(op: tf.Operation, indices: Sequence[int]) -> None:
 def set_loop_attributes(op: tf.Operation, num_outputs: int) -> None:
     """The attribute that tf.while_loop leaves for its gradient and for SavedModel."""
     op._set_attr("_num_original_outputs", _attr_value_pb2.AttrValue(i=num_outputs))
+
+
+# --- Gradients --------------------------------------------------------------------------------------------------------
+def with_gradient(
+    results: Sequence[tf.Tensor],
+    variables: Sequence[Any],
+    tensors: Sequence[tf.Tensor],
+    gradient: Callable[..., list[Any]],
+    why_not: str,
+    host: str,
+) -> list[tf.Tensor]:
+    """`results`, whose gradients by variables and tensors `gradient(*upstream)` computes: for tapes, and for functions' own.
+
+    tf.custom_gradient would read the variables, which keeps their values where an optimizer wants to write. In a graph only
+    what stands between results and sources has gradients; for tensors an empty slice does, so that none travels to a device.
+
+    Args:
+      results: tensors.
+      variables: what they may have a gradient by,
+      tensors: likewise.
+      gradient: takes a gradient, or None, for every result, and returns one for every variable and tensor.
+      why_not: an error message, if there is no gradient. Functions called under a tape make a gradient, wanted or not, so
+        theirs raises when it is computed.
+      host: device for what the slices are made of.
+    """
+    handles = [variable.handle for variable in variables]
+    with stop_recording():
+        with tf.device(host):
+            slices = [tensor if tensor.shape.rank in (0, None) else tensor[:0] for tensor in tensors]
+        outputs = tf.raw_ops.IdentityN(input=[*results, *handles, *slices])
+    (op,) = {output.op for output in outputs}
+    set_read_only_resources(op, range(len(results), len(results) + len(handles)))
+    outputs = outputs[: len(results)]
+    latest: list[Any] = []
+
+    def of_operation(_: Any, *upstream: Any) -> list[Any]:
+        latest[:] = failing() if why_not else gradient(*upstream[: len(results)])
+        by_tensors = latest[len(handles) :]
+        short = [None if whole is None else whole[:0] if whole.shape.rank else whole for whole in by_tensors]
+        return [None] * len(results) + latest[: len(handles)] + short
+
+    def failing() -> list[Any]:
+        with tf.control_dependencies([tf.debugging.Assert(False, [why_not], summarize=1)]):
+            return [tf.zeros(tf.shape(source), source.dtype) for source in (*variables, *tensors)]
+
+    def of_slice(index: int) -> Callable[..., list[Any]]:
+        return lambda op, _: [latest[index]] + [None] * (len(op.inputs) - 1)
+
+    def of_tape(*upstream: Any) -> list[Any]:
+        if why_not:
+            raise RuntimeError(why_not)
+        return gradient(*upstream)
+
+    op._gradient_function = of_operation
+    for index, (short, tensor) in enumerate(zip(slices, tensors, strict=True)):
+        if short is not tensor:
+            short.op._gradient_function = of_slice(len(handles) + index)
+    _record.record_operation("strategy.run", outputs, [*handles, *tensors], of_tape)
+    return outputs
 
 
 # --- Variables --------------------------------------------------------------------------------------------------------

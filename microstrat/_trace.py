@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,9 +88,9 @@ def _trace_once(
         tracing.active(),
         _tf.inline_functions() if tracing.inline else contextlib.nullcontext(),
     ):
-        args, kwargs = _cut_arguments(tracing, (tuple(args), kwargs), device)
+        args, kwargs = cut_arguments(tracing, (tuple(args), kwargs), device)
         structure = fn(*args, **kwargs)
-        structure = tf.nest.map_structure(lambda value: tracing.returned(_as_output(value)), structure)
+        structure = tf.nest.map_structure(lambda value: tracing.returned(as_output(value)), structure)
         redirect = {id(old): new for old, new in tracing.redirected}
         leaves = tuple(redirect.get(id(leaf), leaf) for leaf in tf.nest.flatten(structure, expand_composites=True))
         weights = tracing.result_weights()
@@ -116,7 +118,7 @@ def _follow_replica_0(tracing: _context.Tracing) -> None:
                 graph.cross_replica_depth -= 1
 
 
-def _cut_arguments(tracing: _context.Tracing, structure: Any, device: str) -> Any:
+def cut_arguments(tracing: _context.Tracing, structure: Any, device: str) -> Any:
     """Replaces per-replica arguments by the value of the replica whose turn it is.
 
     The cut runs on the host, where the global batch stays: only the micro-batch travels to the device.
@@ -128,7 +130,7 @@ def _cut_arguments(tracing: _context.Tracing, structure: Any, device: str) -> An
     return chosen
 
 
-def _as_output(value: Any) -> Any:
+def as_output(value: Any) -> Any:
     """A returned value as tensors where it can be; variables and Python values stay as they are."""
     if isinstance(value, tf.Operation):
         with tf.control_dependencies([value]):
@@ -383,4 +385,6 @@ def where(op: tf.Operation) -> str:
 
 
 def _is_library(filename: str) -> bool:
-    return any(f"/{name}/" in filename.replace("\\", "/") for name in ("tensorflow", "keras", "tf_keras", "microstrat"))
+    modules = [sys.modules.get(name) for name in ("tensorflow", "keras", "tf_keras", "microstrat")]
+    folders = [os.path.join(os.path.dirname(module.__file__ or ""), "") for module in modules if module is not None]
+    return filename.startswith(tuple(folders))

@@ -482,7 +482,21 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
         self.rows = values[0]
+        self._saved: Any = None
         super().__init__(strategy, values, aggregation, var_policy)  # pyright: ignore[reportCallIssue]
+
+    def _saved_form(self) -> Any:
+        """The one variable that a SavedModel has instead: functions traced for it read and write that. It holds nothing."""
+        if self._saved is None:
+            with tf.init_scope(), _tf.with_variable_creators([]), _PlainVariables():
+                self._saved = tf.Variable(tf.zeros(self.shape, self.dtype), trainable=False, name=self._common_name)
+        return self._saved
+
+    def _export_to_saved_model_graph(self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> list[Any]:
+        saved = self._saved_form()
+        resources = saved._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)  # noqa: SLF001 - protocol
+        object_map[self], tensor_map[self] = object_map[saved], tensor_map[saved.handle]
+        return [*resources, self]
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -505,7 +519,9 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
         return self.rows.initial_value[0]
 
     def _get(self) -> Any:
-        if not _tf.is_saving_non_distributed() and self.in_own_replica_context():
+        if _tf.is_saving_non_distributed():
+            return self._saved_form().read_value()
+        if self.in_own_replica_context():
             return self.read_row(_context.live_replica_id())
         return self._get_cross_replica()
 
@@ -513,13 +529,12 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
         return ReplicaView(self)
 
     def _get_cross_replica(self) -> tf.Tensor:
+        _tf.mark_as_unsaveable()
         if self._aggregation == tf.VariableAggregation.SUM:
             return tf.cast(tf.reduce_sum(self.rows.read_value(), axis=0), self.dtype)
         if self._aggregation == tf.VariableAggregation.MEAN:
             return tf.reduce_sum(self.rows.read_value(), axis=0) / self.num_replicas
         if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-            return self.read_row(0)
-        if _tf.is_saving_non_distributed():
             return self.read_row(0)
         raise _errors.no_cross_replica_value(self.name)
 
@@ -543,6 +558,8 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
         return update_fn(ReplicaView(self), value, **kwargs)
 
     def _assign_anywhere(self, method: str, value: Any, use_locking: Any, name: Any, read_value: bool) -> Any:
+        if _tf.is_saving_non_distributed():
+            return getattr(self._saved_form(), method)(value, use_locking, name, read_value)
         with _tf.enter_or_assert_strategy(self._distribute_strategy):
             if self.in_own_replica_context():
                 return getattr(ReplicaView(self), method)(combined(self, method, value), use_locking, name, read_value)
