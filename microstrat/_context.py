@@ -55,6 +55,8 @@ class Tracing:
       around: the trace of all replicas that this one of one replica's micro-batches is part of, if any.
       outermost: the graph outside all traces.
       inline: whether nested tf.functions run inline (they hold a collective).
+      lent: id of a handle that holds a replica's value of a variable -> that variable.
+      lending: operations that put it there.
       lifted: markers of collectives that stood in a branch, and were lifted out of it.
       continues: the trace whose loop this one is a turn of, if it is one.
       run_loop: runs a tf.while_loop that holds a collective: see `_loops.run`.
@@ -99,6 +101,8 @@ class Tracing:
         self.graph = _tf.replica_graph(self.graph_name)
         self.collectives: dict[tf.Operation, Collective] = {}
         self.cuts: set[tf.Operation] = set()
+        self.lent: dict[int, Any] = {}
+        self.lending: set[tf.Operation] = set()
         self.lifted: set[tf.Operation] = set()
         self.kinds = _kinds.Kinds(self.graph)
         self.functions = _tf.functions_being_traced()

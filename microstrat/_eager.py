@@ -38,7 +38,7 @@ class EagerReplicaContext(_context.ReplicaContext):
     def will_use_handle(self, variable: Any) -> None:
         """Notes that the replica may write `variable` through its handle."""
         if self._replica is not None:
-            self._replica.registers.touch(variable, self.num_replicas_in_sync)
+            self._replica.registers.touch(variable, self.num_replicas_in_sync, self._number)
 
     def _meet(self, request: _Request) -> Any:
         if not tf.executing_eagerly():
@@ -68,7 +68,7 @@ class _Registers:
         self._initial: list[list[tf.Tensor]] = []
         self._left: list[dict[int, tf.Tensor]] = []
 
-    def touch(self, variable: Any, num_replicas: int) -> None:
+    def touch(self, variable: Any, num_replicas: int, replica: int) -> None:
         """Called before a replica's first use of a variable's handle."""
         if any(known is variable for known in self._variables):
             return
@@ -79,6 +79,7 @@ class _Registers:
         self._variables.append(variable)
         self._initial.append(initial)
         self._left.append({})
+        variable.primary.assign(initial[replica])
 
     def load(self, replica: int) -> None:
         for variable, initial, left in zip(self._variables, self._initial, self._left, strict=True):

@@ -127,6 +127,14 @@ def varying_write(variable: str, function: str | None, operation: str, where: st
     )
 
 
+def written_by_handle(variable: str, function: str, operation: str, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"In replica function {function!r}, {operation}{where} may write variable {variable!r}, which has a value per "
+        "replica, by its handle, as functions do that were restored from a SavedModel. They can only read it; write it by "
+        "its own methods (variable.assign)."
+    )
+
+
 def no_cross_replica_value(variable: str) -> ValueError:
     return ValueError(
         f"Variable {variable!r} has synchronization=ON_READ and aggregation=NONE: it has one value per replica and no "

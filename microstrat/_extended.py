@@ -36,6 +36,12 @@ def _has_one_replica(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy.extended, MicroBatchExtended) and strategy.extended.reduces_axes_itself
 
 
+def _written_everywhere(value: Any) -> Any:
+    """An argument of `update`: a variable with a value per replica is to be written for all of them."""
+    is_local = isinstance(value, _variables.VirtualMirroredVariable) and value.rows is not None
+    return _variables.EveryReplicaView(value, 0) if is_local and _context.current_tracing() is None else value
+
+
 class MicroBatchExtended(_tf.StrategyExtended):
     """Implementation of MicroBatchStrategy; see tf.distribute.StrategyExtended for what each hook means."""
 
@@ -282,7 +288,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     def _update_once(self, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """All replicas share the variable, so an update runs once; varying arguments stay varying and are refused later."""
-        args, kwargs = _values.select_replica((tuple(args), kwargs), 0)
+        args, kwargs = tf.nest.map_structure(_written_everywhere, (tuple(args), kwargs))
+        args, kwargs = _values.select_replica((args, kwargs), 0)
         with tf.device(self._device), _tf.UpdateContext(0):
             result = fn(*args, **kwargs)
         if group and isinstance(result, _tf.ResourceVariable) and _context.current_tracing() is not None:

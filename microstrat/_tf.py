@@ -501,6 +501,15 @@ def branch_graphs(op: tf.Operation) -> list[Any]:
     return [function.graph for function in found if function.function_type is not None]
 
 
+def called_graph(op: tf.Operation) -> Any:
+    """The FuncGraph of the function that an operation calls; None if it calls none, or one that `graph_to_function` made."""
+    if not op.type.endswith("PartitionedCall"):
+        return None
+    (name,) = function_names(op, "f")
+    function = op.graph._functions[name]
+    return function.graph if function.function_type is not None else None
+
+
 def graph_to_function(
     name: str,
     graph: Any,

@@ -355,7 +355,13 @@ def varying_writes(graph: Graph, owner_of: Callable[[tf.Tensor], Any]) -> list[t
     varying = graph.colours()
     found = []
     for index, op in enumerate(graph.operations):
-        if not graph.nodes[index].writes or not varying[index]:
+        if not graph.nodes[index].writes:
+            continue
+        for handle in _kinds.writes(op):
+            lent = tracing.lent.get(id(graph.outside(handle)))
+            if lent is not None and _writes_itself(op, handle, tracing.lending):
+                raise _errors.written_by_handle(lent.name, tracing.function_name, op.type, where(op))
+        if not varying[index]:
             continue
         for handle in graph.written(op):
             owner = owner_of(handle)
@@ -366,6 +372,17 @@ def varying_writes(graph: Graph, owner_of: Callable[[tf.Tensor], Any]) -> list[t
             if not (tracing.rows_per_turn and owner.handle_is_rows(handle)):
                 found.append((owner, op))
     return found
+
+
+def _writes_itself(op: tf.Operation, handle: tf.Tensor, allowed: set[tf.Operation]) -> bool:
+    """Whether `op` writes a resource, or an operation of a function that it calls does, other than those `allowed`."""
+    if op in allowed or not any(written is handle for written in _kinds.writes(op)):
+        return False
+    called = _tf.called_graph(op)
+    if called is None:
+        return True
+    inner = [own for own, given in zip(called.inputs, op.inputs, strict=True) if given is handle]
+    return any(_writes_itself(consumer, own, allowed) for own in inner for consumer in own.consumers())
 
 
 def refuse_varying_writes(found: Sequence[tuple[Any, tf.Operation]], trace: Trace) -> None:

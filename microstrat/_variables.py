@@ -67,7 +67,7 @@ class ReplicaView:
     name = property(lambda self: self._container.name)
     dtype = property(lambda self: self._container.dtype)
     shape = property(lambda self: self._container.shape)
-    device = property(lambda self: self._container.device)
+    device = property(lambda self: self._container.primary.device)
 
     def read_value(self) -> tf.Tensor:
         return self._container.read_row(self._row())
@@ -188,12 +188,34 @@ class AllReplicasView:
         return self._container.rows.assign_sub(self._spread(value), read_value=False)
 
 
+class EveryReplicaView(ReplicaView):
+    """Read as replica 0's value; written for all replicas."""
+
+    def _everywhere(self, method: str, value: Any) -> Any:
+        getattr(AllReplicasView(self._container), method)(value)
+        self._container.follow_replica_0()
+        return self
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._everywhere("assign", value)
+
+    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._everywhere("assign_add", value)
+
+    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._everywhere("assign_sub", value)
+
+
 class _PerReplicaRows:
     """What both kinds of variables need to read and write rows."""
 
     rows: Any
+    shape: Any
+    dtype: Any
     has_primary: bool
+    _one: Any = None
     _primary: Any
+    _common_name: str
     _distribute_strategy: Any
     _get_cross_replica: Callable[[], tf.Tensor]
 
@@ -226,6 +248,25 @@ class _PerReplicaRows:
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         raise NotImplementedError("replaced by _serialize_to_tensors")
+
+    def _one_replica(self) -> Any:
+        """One variable of one replica's shape, that holds nothing of its own."""
+        if self._one is None:
+            with tf.init_scope(), _tf.with_variable_creators([]), _PlainVariables():
+                device = self._primary.device
+                with tf.device(device):
+                    self._one = tf.Variable(tf.zeros(self.shape, self.dtype), trainable=False, name=self._common_name)
+        return self._one
+
+    def _lent_handle(self) -> tf.Tensor:
+        """The handle of a variable that holds this replica's value, for who must read by handle: restored SavedModels."""
+        one = self._one_replica()
+        loaded = one.assign(self.read_row(_context.live_replica_id()), read_value=False)
+        tracing = _context.current_tracing()
+        if tracing is not None:
+            tracing.lent[id(one.handle)] = self
+            tracing.lending.add(loaded)
+        return one.handle
 
     def read_row(self, replica_id: Any) -> tf.Tensor:
         return tf.raw_ops.ResourceGather(resource=self.rows.handle, indices=replica_id, dtype=self.rows.dtype)
@@ -284,6 +325,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         if self._aggregation == tf.VariableAggregation.NONE and not self.trainable and tf.executing_eagerly():
             if isinstance(context, _context.ReplicaContext):
                 context.will_use_handle(self)
+        elif self.rows is not None and isinstance(context, _context.ReplicaContext):
+            return self._lent_handle()
         return self._primary.handle
 
     @property
@@ -320,11 +363,6 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             return self._read_before_local()
         return self._primary
 
-    def assign_rows(self, values: tf.Tensor) -> None:
-        """Sets every replica's value; `values` is [N, ...]."""
-        self.ensure_rows()
-        self.rows.assign(values)
-
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return super().assign(combined(self, "assign", value), *args, **kwargs)
 
@@ -352,6 +390,11 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         tracing = _context.current_tracing()
         for function in _tf.functions_being_traced() if tracing is None else tracing.functions:
             self.assumed_shared_by.setdefault(function, []).append((tracing and weakref.ref(tracing), writing))
+
+    def assign_rows(self, values: tf.Tensor) -> None:
+        """Sets every replica's value; `values` is [N, ...]."""
+        self.ensure_rows()
+        self.rows.assign(values)
 
     def follow_replica_0(self) -> None:
         """Makes the primary replica 0's value."""
@@ -482,18 +525,11 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
         self.rows = values[0]
-        self._saved: Any = None
         super().__init__(strategy, values, aggregation, var_policy)  # pyright: ignore[reportCallIssue]
 
-    def _saved_form(self) -> Any:
-        """The one variable that a SavedModel has instead: functions traced for it read and write that. It holds nothing."""
-        if self._saved is None:
-            with tf.init_scope(), _tf.with_variable_creators([]), _PlainVariables():
-                self._saved = tf.Variable(tf.zeros(self.shape, self.dtype), trainable=False, name=self._common_name)
-        return self._saved
-
+    # A SavedModel has the one variable instead: functions traced for it read and write that.
     def _export_to_saved_model_graph(self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> list[Any]:
-        saved = self._saved_form()
+        saved = self._one_replica()
         resources = saved._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)  # noqa: SLF001 - protocol
         object_map[self], tensor_map[self] = object_map[saved], tensor_map[saved.handle]
         return [*resources, self]
@@ -507,7 +543,11 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        return self.rows.handle
+        if _tf.is_saving_non_distributed():
+            return self._one_replica().handle
+        return self._lent_handle() if self.in_own_replica_context() else self.rows.handle
+
+    device = property(lambda self: self.rows.device)
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -520,7 +560,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     def _get(self) -> Any:
         if _tf.is_saving_non_distributed():
-            return self._saved_form().read_value()
+            return self._one_replica().read_value()
         if self.in_own_replica_context():
             return self.read_row(_context.live_replica_id())
         return self._get_cross_replica()
@@ -559,7 +599,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     def _assign_anywhere(self, method: str, value: Any, use_locking: Any, name: Any, read_value: bool) -> Any:
         if _tf.is_saving_non_distributed():
-            return getattr(self._saved_form(), method)(value, use_locking, name, read_value)
+            return getattr(self._one_replica(), method)(value, use_locking, name, read_value)
         with _tf.enter_or_assert_strategy(self._distribute_strategy):
             if self.in_own_replica_context():
                 return getattr(ReplicaView(self), method)(combined(self, method, value), use_locking, name, read_value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import os
 import pathlib
 import pickle
@@ -42,8 +43,8 @@ class Session:
         for job in jobs:
             groups.setdefault(_group(job), []).append(job)
             if after := _group(job).after:
-                for kind in ("mirrored", "looped"):
-                    earlier = f"{kind}:{_group(job).number}:{after}"
+                for kind, number in itertools.product(("mirrored", "looped"), programs.PROGRAMS[after].replicas):
+                    earlier = f"{kind}:{number}:{after}"
                     groups.setdefault(_group(earlier), []).append(earlier)
         # References with many replicas take longest, so they start first; what waits for others starts last.
         order = sorted(groups, key=lambda group: (group.after, group.kind in worker.REFERENCES, -group.number))

@@ -116,19 +116,134 @@ def keras_weights_written_and_read(strategy: tf.distribute.Strategy) -> Any:
     return out
 
 
-@program(replicas=(2,), eager=(), core=True, why_not_whole=OWN_STATISTICS)
+@program(replicas=(2, 3), eager=(), core=True, why_not_whole=OWN_STATISTICS)
 def checkpoint_handed_over(strategy: tf.distribute.Strategy) -> Any:
     """Trains, writes a checkpoint for the other strategy's process, and goes on. See `checkpoint_taken_over`."""
     trainer = _Trainer(strategy)
     trainer.train(2)
-    trainer.checkpoint.write(str(exchange_directory() / type(strategy).__name__))
+    trainer.checkpoint.write(_exchanged(type(strategy).__name__, strategy.num_replicas_in_sync))
     return trainer.train(2)
 
 
 @program(replicas=(2,), eager=(), core=True, after="checkpoint_handed_over", why_not_whole=OWN_STATISTICS)
 def checkpoint_taken_over(strategy: tf.distribute.Strategy) -> Any:
-    """Reads what the other strategy wrote, and trains on."""
+    """Reads what the other strategy wrote, on as many replicas and on more; what was written without any; and trains on."""
     names = {"MirroredStrategy", "MicroBatchStrategy"} - {type(strategy).__name__}
-    trainer = _Trainer(strategy)
-    trainer.checkpoint.read(str(exchange_directory() / names.pop())).assert_consumed()
-    return [trainer.state(), trainer.train(2)]
+    (other,) = names
+    plain = _Trainer(tf.distribute.get_strategy())
+    plain.train(1)
+    paths = [_exchanged(other, 2), _exchanged(other, 3), plain.checkpoint.write(_exchanged(type(strategy).__name__, 0))]
+    out = []
+    for path in paths:
+        keras.backend.clear_session()
+        trainer = _Trainer(strategy)
+        trainer.checkpoint.read(path).assert_consumed()
+        out.append([trainer.state(), trainer.train(2)])
+    plain.checkpoint.read(_exchanged(other, 2)).assert_consumed()
+    return [*out, plain.train(1)]
+
+
+def _exchanged(strategy: str, replicas: int) -> str:
+    """The checkpoint that a strategy's process wrote."""
+    return str(exchange_directory() / f"{strategy}-{replicas}")
+
+
+class _Module(tf.Module):
+    """Variables of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        on_read, sums = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
+        self.weight = tf.Variable(tf.ones([3]))
+        self.own = tf.Variable(0.0, trainable=False)
+        self.total = tf.Variable(0.0, trainable=False, synchronization=on_read, aggregation=sums)
+        self.mean = tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.MEAN)
+
+    @tf.function(input_signature=[tf.TensorSpec([3])])
+    def __call__(self, x: Any) -> Any:
+        return x * self.weight + 2.0 * self.own + 3.0 * self.total + 4.0 * self.mean
+
+    @tf.function(input_signature=[])
+    def count(self) -> Any:
+        return self.total.assign_add(1.0)
+
+    def write(self, factor: float) -> None:
+        """In a replica function."""
+        number = factor * tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group + 1, tf.float32)
+        self.own.assign(number)
+        self.total.assign_add(number)
+        self.mean.assign(number)
+
+
+@program(replicas=(2,), eager=(2,), core=True, why_not_whole="what replicas write differs")
+def saved_models(strategy: tf.distribute.Strategy) -> Any:
+    """tf.saved_model.save of a module that replicas have written, loaded in scope and outside; used in replicas."""
+    x = tf.ones([3])
+    with strategy.scope():
+        module = _Module()
+    tf.function(lambda: strategy.run(lambda: module.write(1.0)))()
+    out = [module(x)]
+    with tempfile.TemporaryDirectory() as directory:
+        tf.saved_model.save(module, directory)
+        outside = tf.saved_model.load(directory)
+        out += [outside(x), outside.count(), outside(x)]
+        names = sorted(name for name, _ in tf.train.list_variables(f"{directory}/variables/variables"))
+        with strategy.scope():
+            tf.saved_model.save(module, f"{directory}/again")
+            inside: Any = tf.saved_model.load(f"{directory}/again")
+
+    def replica_step(factor: float) -> Any:
+        before = inside(x)
+        _Module.write(inside, factor)
+        total = tf.distribute.get_replica_context().all_reduce("sum", inside(x))
+        return before, total, inside(x)
+
+    step = tf.function(lambda: strategy.run(replica_step, args=(5.0,)))
+    seen = [[local(strategy, value) for value in step()] for _ in range(2)]
+    values = [variable.numpy() for variable in (inside.weight, inside.own, inside.total, inside.mean)]
+    return {"out": [value.numpy() for value in out], "seen": seen, "values": values, "names": names}
+
+
+@program(replicas=(2,), eager=(), why="the same in both engines, and long", why_not_whole=OWN_STATISTICS)
+def keras_models_saved(strategy: tf.distribute.Strategy) -> Any:
+    """.keras and .h5 files, export, and a CheckpointManager of a compiled model, after training; all go on to train."""
+
+    def compiled() -> Any:
+        trainer = _Trainer(strategy)
+        with strategy.scope():
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            trainer.model.compile("adam", loss, metrics=["accuracy"])
+            trainer.model.optimizer.build(trainer.model.trainable_variables)
+        return trainer.model
+
+    def fit(model: Any) -> Any:
+        history = model.fit(batches(rows(2 * BATCH, 6), labels(2 * BATCH)), verbose=0)
+        return {"loss": history.history["loss"], **by_path([*model.variables, *model.optimizer.variables])}
+
+    out = []
+    with tempfile.TemporaryDirectory() as directory:
+        model = compiled()
+        fit(model)
+        manager = tf.train.CheckpointManager(tf.train.Checkpoint(model), f"{directory}/checkpoints", max_to_keep=1)
+        manager.save()
+        model.save(f"{directory}/model.keras")
+        model.save(f"{directory}/model.h5")
+        model.export(f"{directory}/exported", verbose=False)
+        out.append(fit(model))
+        for name in ("model.keras", "model.h5"):
+            keras.backend.clear_session()
+            with strategy.scope():
+                loaded = keras.models.load_model(f"{directory}/{name}", compile=name == "model.keras")
+                if name == "model.h5":
+                    loaded.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            out.append(fit(loaded))
+        keras.backend.clear_session()
+        again = compiled()
+        tf.train.Checkpoint(again).restore(manager.latest_checkpoint)
+        out.append(fit(again))
+        with strategy.scope():
+            exported: Any = tf.saved_model.load(f"{directory}/exported")
+        step = tf.function(lambda x: strategy.run(lambda part: exported.serve(part), args=(x,)))
+        for x in strategy.experimental_distribute_dataset(batches(rows(BATCH, 6))):
+            out.append(local(strategy, step(x)))
+    return out

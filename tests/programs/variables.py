@@ -378,3 +378,37 @@ def variables_matrix(strategy: tf.distribute.Strategy) -> Any:
         tf.function(update)()
         results.append(_values_of(strategy, made))
     return arrays(results)
+
+
+@program(replicas=(2,), eager=(2,), why_not_whole="what replicas write differs")
+def variables_updated_outside_replicas(strategy: tf.distribute.Strategy) -> Any:
+    """`extended.update` of variables with a value per replica, as its variable and as its argument; a read in a merge."""
+    with strategy.scope():
+        shared = tf.Variable(1.0)
+        own, equal = tf.Variable(0.0, trainable=False), tf.Variable(0.0, trainable=False)
+
+    def merge(cross: tf.distribute.Strategy, value: Any) -> tf.Tensor:
+        total = cross.extended.reduce_to("SUM", value, shared)
+        cross.extended.update(shared, lambda variable, x: variable.assign_add(x), args=(total,))
+        return tf.identity(own)
+
+    def replica_step() -> Any:
+        own.assign(_replica_number() + 1.0)
+        equal.assign(3.0)
+        return tf.distribute.get_replica_context().merge_call(merge, args=(own * 1.0,))
+
+    @tf.function
+    def add() -> None:
+        strategy.extended.update(own, lambda variable: variable.assign_add(10.0))
+
+    read = tf.function(lambda: strategy.run(lambda: (own * 1.0, equal * 1.0)))
+    seen = [local(strategy, tf.function(lambda: strategy.run(replica_step))())]
+    with strategy.scope():
+        for change in (
+            lambda: strategy.extended.update(own, lambda variable: variable.assign_add(10.0)),
+            lambda: strategy.extended.update(shared, lambda variable, x: x.assign(variable - x), args=(equal,)),
+            add,
+        ):
+            change()
+            seen += [[own.numpy(), equal.numpy(), shared.numpy()], *[local(strategy, value) for value in read()]]
+    return seen
