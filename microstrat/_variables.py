@@ -327,6 +327,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
                 context.will_use_handle(self)
         elif self.rows is not None and isinstance(context, _context.ReplicaContext):
             return self._lent_handle()
+        elif self.may_become_local and isinstance(context, _context.ReplicaContext):
+            self._note(_tf.functions_being_traced(), writing=False)
         return self._primary.handle
 
     @property
@@ -388,7 +390,11 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def _assume_shared(self, *, writing: bool) -> None:
         """Notes the functions being traced: they are out of date once the variable gets a value per replica."""
         tracing = _context.current_tracing()
-        for function in _tf.functions_being_traced() if tracing is None else tracing.functions:
+        self._note(_tf.functions_being_traced() if tracing is None else tracing.functions, writing=writing)
+
+    def _note(self, functions: list[Any], *, writing: bool) -> None:
+        tracing = _context.current_tracing()
+        for function in functions:
             self.assumed_shared_by.setdefault(function, []).append((tracing and weakref.ref(tracing), writing))
 
     def assign_rows(self, values: tf.Tensor) -> None:

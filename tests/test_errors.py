@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -242,6 +243,22 @@ def test_elementwise_sum_of_uneven_shares() -> None:
     batch = next(iter(ours.experimental_distribute_dataset(tf.data.Dataset.range(5).batch(5))))
     with pytest.raises(ValueError, match=r"batch of 5 rows over 2 replicas.*axis=0"):
         ours.reduce("SUM", batch, axis=None)
+
+
+def test_a_restored_function_that_writes_a_value_per_replica(tmp_path: pathlib.Path) -> None:
+    module = tf.Module()
+    on_read, mean = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.MEAN
+    module.own = tf.Variable(1.0, synchronization=on_read, aggregation=mean, name="own")
+    module.move = tf.function(lambda: module.own.assign_add(1.0), input_signature=[])
+    tf.saved_model.save(module, str(tmp_path))
+
+    def build(ours: microstrat.MicroBatchStrategy) -> Callable[[], Any]:
+        with ours.scope():
+            restored: Any = tf.saved_model.load(str(tmp_path))
+        return lambda: restored.move()
+
+    with pytest.raises(RuntimeError, match=r"may write variable 'own:0', which has a value per replica, by its handle"):
+        in_function(build)
 
 
 class TestEager:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import tempfile
 from typing import Any
 
 import keras
@@ -589,3 +591,66 @@ def local_state_in_control_flow(strategy: tf.distribute.Strategy) -> Any:
 def nested_compiled_function(strategy: tf.distribute.Strategy) -> Any:
     """XLA inside the replica function."""
     return _train_by_nested_function(strategy, jit_compile=True)
+
+
+@program(
+    replicas=(2,), eager=(2,), core=True, why_not_whole="whole batches write summaries by other rules, see test_whole"
+)
+def summaries(strategy: tf.distribute.Strategy) -> Any:
+    """Replica 0 writes them, once; also under conditions, and with a step that is a variable."""
+    with tempfile.TemporaryDirectory() as directory:
+        writer = tf.summary.create_file_writer(directory)
+        with strategy.scope():
+            count = tf.Variable(0, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+
+        def replica_step(x: Any) -> None:
+            tf.summary.scalar("mean", tf.reduce_mean(x), step=count)
+            tf.summary.scalar("constant", 3.0, step=count)
+            with tf.summary.record_if(lambda: tf.equal(count % 2, 0)):
+                tf.summary.histogram("even", x, buckets=3, step=count)
+            total = tf.distribute.get_replica_context().all_reduce("sum", tf.reduce_sum(x))
+            tf.summary.scalar("total", total, step=count)
+
+        @tf.function
+        def step(x: Any) -> None:
+            with writer.as_default():
+                strategy.run(replica_step, args=(x,))
+
+        for x in strategy.experimental_distribute_dataset(batches(rows(3 * BATCH, 2))):
+            step(x)
+            count.assign_add(1)
+        writer.close()
+        (path,) = pathlib.Path(directory).iterdir()
+        events = [event for event in tf.compat.v1.train.summary_iterator(str(path)) if event.summary.value]
+        values = [
+            (value.tag, event.step, tf.make_ndarray(value.tensor)) for event in events for value in event.summary.value
+        ]
+        return sorted(values, key=lambda value: value[:2])
+
+
+@program(replicas=(2,), eager=(2,), why_not_whole=OWN_DRAWS)
+def random_sources(strategy: tf.distribute.Strategy) -> Any:
+    """Generators made in scope, restored and outside of it; stateless draws; Keras' seeds and layers of noise."""
+    outside = tf.random.Generator.from_seed(5)
+    with strategy.scope():
+        inside = tf.random.Generator.from_seed(5)
+        reset = tf.random.Generator.from_non_deterministic_state()
+        reset.reset_from_seed(4)
+        seeds, noise = keras.random.SeedGenerator(3), keras.layers.GaussianNoise(0.5, seed=4)
+
+    def replica_step(x: Any) -> Any:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        seed = tf.random.experimental.stateless_fold_in([1, 2], number)
+        generators = [outside.normal([2]), inside.uniform([2]), inside.binomial([2], 3.0, 0.5), reset.make_seeds(2)]
+        stateless = [tf.random.stateless_normal([3], seed), tf.random.experimental.stateless_shuffle(tf.range(9), seed)]
+        return [*generators, *stateless, keras.random.normal((2,), seed=seeds), noise(x, training=True)]
+
+    step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
+    (x,) = strategy.experimental_distribute_dataset(batches(rows(BATCH, 2)))
+    with tempfile.TemporaryDirectory() as directory:
+        path = tf.train.Checkpoint(inside=inside).write(f"{directory}/generator")
+        out = [[local(strategy, value) for value in step(x)] for _ in range(2)]
+        with strategy.scope():
+            tf.train.Checkpoint(inside=inside).read(path)
+        out.append([local(strategy, value) for value in step(x)])
+    return {"out": out, "outside": outside.state.numpy(), "seeds": np.asarray(seeds.state)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import tempfile
 from typing import Any
@@ -372,6 +373,131 @@ def fit_mixed_bfloat16(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, build))
 
 
+@program(
+    replicas=(2,),
+    eager=(),
+    why="one engine for many optimizers",
+    whole="mean",
+    whole_tolerance=TOLERANCE_LATER,
+    one_device=True,  # without a strategy, ScheduleFreeAdamW sets its averages back in every step
+)
+def fit_more_optimizers(strategy: tf.distribute.Strategy) -> Any:
+    """Those that no other program has, with decay, averages, constraints and the kinds of clipping."""
+
+    def build() -> keras.Model:
+        first = keras.layers.Dense(8, activation="tanh", kernel_constraint="max_norm", bias_constraint="non_neg")
+        return keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(4)])
+
+    optimizers = {
+        "Adadelta": {"learning_rate": 1.0, "weight_decay": 0.05},
+        "Adafactor": {"learning_rate": 0.01, "weight_decay": 0.01},
+        "Lamb": {"learning_rate": 0.01, "use_ema": True, "ema_momentum": 0.9},
+        "Muon": {"learning_rate": 0.01},
+        "ScheduleFreeAdamW": {"learning_rate": 0.01},
+    }
+    made = {name: options for name, options in optimizers.items() if hasattr(keras.optimizers, name)}
+    out = {}
+    for name, options in made.items():
+        optimizer = functools.partial(getattr(keras.optimizers, name), **options)
+        out[name] = _fit(strategy, _compiled(strategy, build, optimizer), epochs=2)
+    return out
+
+
+@program(replicas=(2,), eager=(2,), why_not_whole="every replica's gradients are clipped and checked by themselves")
+def fit_clipped_mixed_float16(strategy: tf.distribute.Strategy) -> Any:
+    """One row overflows: its step is left out once, and the scale halved once."""
+    seen: list[Any] = []
+
+    class Watching(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            stepper = self.model.optimizer
+            seen.append(
+                [np.asarray(value) for value in (stepper.dynamic_scale, stepper.step_counter, stepper.iterations)]
+            )
+
+    def build() -> keras.Model:
+        half = keras.layers.Dense(8, activation="relu", dtype="mixed_float16")
+        return keras.Sequential([keras.Input((6,)), half, keras.layers.Dense(4, dtype="float32")])
+
+    def optimizer() -> keras.optimizers.Optimizer:
+        inner = keras.optimizers.SGD(0.125, momentum=0.5, clipvalue=0.25)
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0, dynamic_growth_steps=3)
+
+    # In replica 0: Keras looks at its gradients only.
+    x = rows(4 * BATCH, 6)
+    x[BATCH + 1] = 65000.0
+    model = _compiled(strategy, build, optimizer)
+    return {**_fit(strategy, model, batches(x, labels(4 * BATCH)), epochs=2, callbacks=[Watching()]), "seen": seen}
+
+
+@program(replicas=(2,), eager=(2,), why_not_whole="rows keep state from batch to batch")
+def fit_stateful_and_masked(strategy: tf.distribute.Strategy) -> Any:
+    """A stateful RNN, whose state is each replica's own; masks; predictions for every step."""
+
+    def build() -> keras.Model:
+        share = BATCH // strategy.num_replicas_in_sync
+        layers = [
+            keras.Input(batch_shape=(share, 5), dtype="int64"),
+            keras.layers.Embedding(11, 4, mask_zero=True),
+            keras.layers.GRU(4, return_sequences=True, stateful=True),
+            keras.layers.Dense(4),
+        ]
+        return keras.Sequential(layers)
+
+    generator = np.random.default_rng(0)
+    tokens, targets = generator.integers(0, 6, (2 * BATCH, 5)), generator.integers(0, 4, (2 * BATCH, 5))
+    model = _compiled(strategy, build, metrics=[], weighted_metrics=["accuracy"])
+    out = _fit(strategy, model, batches(tokens, targets), epochs=2)
+    out["predict"] = model.predict(tokens, batch_size=BATCH, verbose=0)
+    states = per_replica(strategy, model.layers[1].states)
+    model.layers[1].reset_states()
+    return {**out, "states": [states, per_replica(strategy, model.layers[1].states)]}
+
+
+class Histogram(keras.metrics.Metric):
+    """A metric with several values, an integer one among them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="histogram")
+        self.sums = self.add_weight(name="sums", shape=(4,), initializer="zeros")
+        self.updates = self.add_weight(name="updates", shape=(), dtype="int32", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.sums.assign_add(tf.reduce_sum(y_pred, 0))
+        self.updates.assign_add(1)
+
+    def result(self) -> Any:
+        return {"share": self.sums[0] / tf.reduce_sum(self.sums), "updates": self.updates + 0}
+
+
+class UnevenBatches(keras.utils.PyDataset):
+    """Three batches, the last one short."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        number = BATCH if index < 2 else 19
+        return rows(number, 6, seed=index), np.eye(4, dtype="float32")[labels(number, seed=index)]
+
+
+@program(replicas=(2,), eager=(2,), why_not_whole="a metric counts its updates")
+def fit_many_metrics_and_a_pydataset(strategy: tf.distribute.Strategy) -> Any:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, activation="softmax")])
+        metrics = [
+            keras.metrics.AUC(curve="PR", num_thresholds=20, multi_label=True, num_labels=4),
+            keras.metrics.OneHotMeanIoU(num_classes=4),
+            keras.metrics.PrecisionAtRecall(0.5, num_thresholds=20),
+            keras.metrics.Recall(top_k=2, class_id=1),
+            keras.metrics.R2Score(),
+            Histogram(),
+        ]
+        model.compile("adam", "categorical_crossentropy", metrics=metrics)
+    out = _fit(strategy, model, UnevenBatches(), epochs=2, shuffle=False, validation_data=UnevenBatches())
+    return {**out, "evaluate": model.evaluate(UnevenBatches(), verbose=0, return_dict=True)}
+
+
 # --- Callbacks --------------------------------------------------------------------------------------------------------
 @program(replicas=(2,), core=True, whole="mean")
 def fit_model_checkpoint(strategy: tf.distribute.Strategy) -> Any:
@@ -455,3 +581,13 @@ def fit_backup_and_restore(strategy: tf.distribute.Strategy) -> Any:
         keras.backend.clear_session()
         resumed = _compiled(strategy)
         return _fit(strategy, resumed, callbacks=[keras.callbacks.BackupAndRestore(directory)])
+
+
+@program(replicas=(2,), eager=(2,), whole="mean", whole_tolerance=TOLERANCE_LATER)
+def fit_swapped_averages(strategy: tf.distribute.Strategy) -> Any:
+    def optimizer() -> keras.optimizers.Optimizer:
+        return keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.9)
+
+    model = _compiled(strategy, optimizer=optimizer)
+    callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+    return _fit(strategy, model, epochs=2, validation_data=_data(number=BATCH), callbacks=callbacks)
