@@ -257,6 +257,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
             own_args, own_kwargs = _values.select_replica((tuple(args), kwargs), replica)
             with tf.device(self._device), _tf.UpdateContext(replica):
                 fn(self._component(var, replica), *own_args, **own_kwargs)
+        if var.has_primary:
+            var.follow_replica_0()
         return var if group else (var,) * self._number
 
     def _component(self, var: Any, replica: int) -> Any:
