@@ -275,7 +275,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             with tf.device(self._device), _tf.UpdateContext(replica):
                 result = fn(self._component(var, replica), *own_args, **own_kwargs)
             results.append(tf.nest.map_structure(_variables.read_view, result))
-        if isinstance(var, _variables.VirtualMirroredVariable):
+        if var.has_primary:
             var.follow_replica_0()
         return var if group else tf.nest.map_structure(lambda *parts: parts, *results)
 

@@ -161,6 +161,23 @@ def variables_read_in_function(strategy: tf.distribute.Strategy) -> Any:
 
 
 @program(whole="mean")
+def variables_updated_between_runs(strategy: tf.distribute.Strategy) -> Any:
+    """extended.update, outside replica functions, of what each replica has for itself; and a read after it."""
+    with strategy.scope():
+        own = tf.Variable([1.0, 2.0], trainable=False)
+
+    def update() -> Any:
+        with strategy.scope():
+            strategy.extended.update(own, lambda v, x: v.assign_add(x), args=(tf.constant([10.0, 20.0]),))
+            return own + 0.0
+
+    run = tf.function(lambda: strategy.run(lambda: own.assign_add([1.0, _replica_number()]) + 0.0))
+    first = local(strategy, run())
+    seen = [update(), own.numpy(), tf.function(update)(), own.numpy()]
+    return {"first": first, "seen": arrays(seen), "own": per_replica(strategy, [own]), "last": local(strategy, run())}
+
+
+@program(whole="mean")
 def variables_python_values(strategy: tf.distribute.Strategy) -> Any:
     """Assigned values may be Python numbers and lists."""
     with strategy.scope():

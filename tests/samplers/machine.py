@@ -93,7 +93,7 @@ class Machine:
         return [
             self.variables[v.name]
             for v in self.program.variables
-            if v.trainable and v.aggregation == "NONE" and v.type.dtype == "float32" and v.name in self.variables
+            if v.trainable and v.aggregation == "NONE" and v.type.dtype == "float32" and v.can_be_made
         ]
 
     def make_optimizer(self, name: str) -> keras.optimizers.Optimizer:

@@ -41,7 +41,7 @@ class Variable:
 
     @property
     def can_be_made(self) -> bool:
-        """TensorFlow refuses the others."""
+        """Whether it is of any use: TensorFlow refuses most of the others."""
         if self.aggregation == "MEAN" and not self.type.is_float:
             return False
         return self.synchronization != "NONE" and not (self.on_read and self.trainable)

@@ -47,7 +47,7 @@ ROUNDING = 1e-4
 """A larger difference in float32, relative to the largest number of the program, is never taken for rounding."""
 IN_FLOAT64 = 1e-10
 """A program that differs by more than the tolerance runs again in float64. If that was rounding, less than this is left."""
-LIMIT = 60
+LIMIT = 30
 """Seconds that a program may take: MirroredStrategy on logical CPUs can deadlock. It gets a second chance."""
 
 
@@ -121,7 +121,7 @@ def _apart(results: dict[str, Any], reference: str, engines: Sequence[str]) -> f
             if not np.array_equal(left[~finite], right[~finite], equal_nan=True):
                 return np.inf
             apart = max(apart, np.abs(left[finite] - right[finite]).max(initial=0))
-    return apart / max(largest, 1e-30)
+    return float(apart / max(largest, 1e-30))
 
 
 def _numbers(results: Any) -> list[np.ndarray]:
@@ -214,7 +214,7 @@ def work(replicas: int, seed: int, indices: Sequence[int], *, shrinking: bool) -
 
 
 def _lines(command: list[str]) -> Iterator[dict[str, Any]]:
-    """What a process says, until it ends or says nothing for too long."""
+    """What a process says, until it ends or says nothing for too long; at last how it died, if it did."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -232,6 +232,8 @@ def _lines(command: list[str]) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(queue.Empty):
             while line := lines.get(timeout=LIMIT):
                 yield json.loads(line)
+            if code := process.wait():
+                yield {"died": code}
     finally:
         process.kill()
         process.wait()
@@ -243,17 +245,20 @@ def outcomes(replicas: int, seed: int, indices: Sequence[int], *, shrinking: boo
     while left:
         command = [sys.executable, "-m", "tests.samplers.replicas", "--seed", str(seed), "--worker", str(replicas)]
         command += ["--shrink"] if shrinking else []
-        running = left[0]
+        running, died = left[0], 0
         for line in _lines([*command, "--index", *map(str, left)]):
             if "running" in line:
                 running = line["running"]
+            elif "died" in line:
+                died = line["died"]
             else:
                 yield line
                 left.remove(line["index"])
         if running in left and running in hung:
             left.remove(running)
-            facts = dataclasses.asdict(Outcome(stock="hung or died, twice"))
-            yield {"index": running, "agrees": True, "small": "", "seconds": 2.0 * LIMIT, **facts}
+            outcome = Outcome([f"the process died, twice ({died})"]) if died else Outcome(stock="hung, twice")
+            facts = dataclasses.asdict(outcome)
+            yield {"index": running, "agrees": outcome.agrees, "small": "", "seconds": 2.0 * LIMIT, **facts}
         hung.add(running)
 
 
@@ -327,8 +332,7 @@ class _Summary:
         if facts["stock"]:
             reason = re.findall(r"^[\w.]+(?:Error|Exception).*", facts["stock"], re.MULTILINE) or [facts["stock"]]
             self.stock[reason[-1][:100]].append(index)
-            if describe:
-                print(facts["stock"])
+            print(f"draw {index}: MirroredStrategy failed: {facts['stock'] if describe else reason[-1]}", flush=True)
         if facts["rounding"]:
             self.rounding += 1
         elif not facts["agrees"]:
