@@ -17,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 ALL = (1, 2, 3, 4, 8)
-USUAL = (1, 2, 3)
-"""Tracing and running the reference takes longer with every replica, so most programs stop here."""
+USUAL = (2, 3)
+CORE = (1, 2, 3)
+"""Tracing and running the reference takes longer with every replica, so most programs stop here; one replica, for a few."""
 EAGER = (2, 3)
 """Numbers of replicas that also run under the eager engine."""
 BATCH = 24
@@ -34,10 +35,9 @@ TOLERANCE = 1e-6
 
 MirroredStrategy adds the replicas' values in the order of its ring, MicroBatchStrategy in the order of the replicas.
 """
-WHOLE = (4, 5)
-"""Numbers of micro-batches that whole batches are cut in: 24 rows in 6 each, and in 5, 5, 5, 5 and 4."""
-WHOLE_TOO = (5,)
-"""Of programs that are first of all about replicas."""
+WHOLE = (5,)
+WHOLE_CORE = (4, 5)
+"""Numbers of micro-batches that whole batches are cut in: 24 rows in 5, 5, 5, 5 and 4; in 6 each for a few."""
 WHOLE_MORE = (1, 4, 5, 16)
 """Not cut at all, too; and with 16, two rows make 12 micro-batches, and there are no more."""
 TOLERANCE_LATER = 1e-5
@@ -75,7 +75,7 @@ PROGRAMS: dict[str, Program] = {}
 
 def program(
     *,
-    replicas: Sequence[int] = USUAL,
+    replicas: Sequence[int] | None = None,
     eager: Sequence[int] = EAGER,
     tolerance: float = TOLERANCE,
     why: str = "",
@@ -91,7 +91,7 @@ def program(
     """Registers a program under its function's name.
 
     Args:
-        replicas: numbers of replicas to compare at.
+        replicas: numbers of replicas to compare at; default, `USUAL` or `CORE`.
         eager: those of them to run with the eager engine too.
         tolerance: see `TOLERANCE`; another one needs a reason.
         why: the reason for another tolerance, or for running at fewer numbers of replicas or not eagerly.
@@ -100,7 +100,7 @@ def program(
         after: a program that must have run under all strategies before this one runs.
         whole: "mean" or "sum", what the losses of the program are, if it is also to be compared with the plain full batch.
         why_not_whole: the reason if it is not.
-        micro_batches: numbers of micro-batches that the whole batch is then cut in; default, `WHOLE` or `WHOLE_TOO`.
+        micro_batches: numbers of micro-batches that the whole batch is then cut in; default, `WHOLE` or `WHOLE_CORE`.
         whole_tolerance: the tolerance of that comparison, `TOLERANCE` or `TOLERANCE_LATER`.
         one_device: whether its reference is OneDeviceStrategy: the program needs what only a strategy has.
     """
@@ -113,11 +113,13 @@ def program(
         name = function.__name__
         if name in PROGRAMS:
             raise ValueError(f"two programs are called {name}")
-        both = tuple(number for number in eager if number in replicas)
+        numbers = tuple((CORE if core else USUAL) if replicas is None else replicas)
+        parts = tuple(micro_batches or (WHOLE_CORE if core else WHOLE)) if whole else ()
+        both = tuple(number for number in eager if number in numbers)
         PROGRAMS[name] = Program(
             name=name,
             run=function,
-            replicas=tuple(replicas),
+            replicas=numbers,
             eager=both,
             tolerance=tolerance,
             why=why,
@@ -125,7 +127,7 @@ def program(
             needs=needs,
             after=after,
             whole=whole,
-            micro_batches=tuple(micro_batches or (WHOLE_TOO if replicas else WHOLE)) if whole else (),
+            micro_batches=parts,
             whole_tolerance=whole_tolerance,
             one_device=one_device,
         )
