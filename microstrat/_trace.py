@@ -262,7 +262,9 @@ class Graph:
             for op in itertools.islice(self.graph.get_operations(), before, None):
                 self.ids[op] = len(self.operations)
                 self.operations.append(op)
-                self.nodes.append(_plan.Node(tuple(self.ids[tensor.op] for tensor in op.inputs)))
+                # It may need to know how many replicas run, which comes from outside.
+                sources = tuple(self.ids[tensor.op] for tensor in op.inputs)
+                self.nodes.append(_plan.Node(sources, argument=op.type == "Placeholder"))
                 varying.append(False)
             readers = marker.outputs[0].consumers()
             self.move(marker.outputs[0], result)
