@@ -202,6 +202,23 @@ def _building(stock: Callable[..., Any], is_one_replica: Callable[[Any], bool]) 
     return maybe_symbolic_build
 
 
+# --- Loss scaling ---------------------------------------------------------------------------------------------------------
+def support_loss_scaling(is_ours: Callable[[Any], bool]) -> None:
+    """Makes tf_keras scale losses under strategies of which `is_ours`; it allows its own list of classes only.
+
+    It asks for gradients that are unscaled once for each copy of a variable, which is so here.
+    """
+    module: Any = sys.modules.get("tf_keras.src.mixed_precision.loss_scale_optimizer")
+    stock = getattr(module, "strategy_supports_loss_scaling", None)
+    if stock is not None and not hasattr(stock, "stock"):
+
+        def strategy_supports_loss_scaling() -> bool:
+            return is_ours(tf.distribute.get_strategy()) or stock()
+
+        strategy_supports_loss_scaling.stock = stock  # pyright: ignore[reportFunctionMemberAccess]
+        module.strategy_supports_loss_scaling = strategy_supports_loss_scaling
+
+
 # --- Results ------------------------------------------------------------------------------------------------------------
 def weigh_results(is_weighted: Callable[[Any], bool]) -> None:
     """Makes fit's logs weigh values that do not weigh the same, and add those that are declared to be sums.

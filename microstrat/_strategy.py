@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _explain, _extended, _tf, _whole
+from microstrat import _errors, _explain, _extended, _keras, _tf, _whole
 
 
 class MicroBatchStrategy(tf.distribute.Strategy):
@@ -114,6 +114,11 @@ class MicroBatchStrategy(tf.distribute.Strategy):
             **options,
         )
         super().__init__(extended)
+
+    def scope(self) -> Any:
+        """Makes this strategy the current one, for making variables: as `tf.distribute.Strategy.scope`."""
+        _keras.support_loss_scaling(lambda strategy: isinstance(strategy, MicroBatchStrategy))
+        return super().scope()
 
     def run(
         self,

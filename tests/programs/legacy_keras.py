@@ -69,3 +69,27 @@ def legacy_fit(strategy: tf.distribute.Strategy) -> Any:
         "evaluate": model.evaluate(data, verbose=0),
         "predict": model.predict(data, verbose=0),
     }
+
+
+@program(
+    replicas=(2,), eager=(2,), needs="tf_keras", why_not_whole="every replica's gradients are checked by themselves"
+)
+def legacy_mixed_float16(strategy: tf.distribute.Strategy) -> Any:
+    """One row overflows: its step is left out, and the scale halved."""
+    tf_keras = importlib.import_module("tf_keras")
+    tf_keras.backend.clear_session()
+    tf_keras.utils.set_random_seed(3)
+    tf_keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        with strategy.scope():
+            layers = [tf_keras.layers.Dense(8, activation="relu"), tf_keras.layers.Dense(4, dtype="float32")]
+            model = tf_keras.Sequential([tf_keras.Input((6,)), *layers])
+            loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(tf_keras.optimizers.SGD(0.1, momentum=0.5), loss)
+        x = rows(4 * BATCH, 6)
+        x[BATCH + 1] = 65000.0
+        history = model.fit(batches(x, labels(4 * BATCH)), epochs=2, verbose=0)
+    finally:
+        tf_keras.mixed_precision.set_global_policy("float32")
+    values = _values([*model.variables, *model.optimizer.variables])
+    return {"loss": history.history["loss"], "values": values, "scale": np.asarray(model.optimizer.loss_scale)}

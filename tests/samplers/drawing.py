@@ -1,7 +1,7 @@
 """Draws small SPMD programs: valid ones, that MirroredStrategy and we should agree on. Imports no TensorFlow.
 
 What a drawer knows of each value: its type; whether it is *uniform*, surely the same in all replicas; and whether it is
-*free*, computed before the branches and loops around, or from such values alone. A collective in a branch takes free values.
+*free*, computed before the branches and loops around, or from such values alone.
 A block is of one of two sorts. In a *uniform* one all goes alike: it may write what replicas share, and hands out uniform
 values. Elsewhere replicas may differ: they write only what they have for themselves.
 """
@@ -508,7 +508,7 @@ class _Drawer:
 
     def source(self, scope: Scope) -> dict[str, bool]:
         """What a collective may take."""
-        return {"uniform": scope.uniform_sources, "free": not scope.top}
+        return {"uniform": scope.uniform_sources}
 
     # --- Collectives --------------------------------------------------------------------------------------------------
     def all_reduce(self, scope: Scope) -> bool:
@@ -647,8 +647,7 @@ class _Drawer:
         types = [Type(self.one_of((SCALAR, VECTOR)), self.one_of(FLOATS)) for _ in range(self.one_of((1, 1, 2)))]
         starts = tuple(self.value_for(scope, kind, uniform=sort["uniform"]) for kind in types)
         inside = scope.inner(**sort)
-        # We refuse most others: the loop as a whole would differ between replicas.
-        inside.uniform_sources = sort["uniform"] and self.chance(0.95)
+        inside.uniform_sources = sort["uniform"] and self.chance(0.3)
         parameters = tuple(self.name(kind) for kind in (Type(SCALAR, "int32"), *types))
         for name in parameters:
             inside.values[name] = Info(self.types[name], sort["uniform"], False)
