@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _errors, _kinds, _plan, _tf, _trace
+from microstrat import _errors, _kinds, _plan, _tf, _trace, _tracing
 
 _counter = itertools.count()
 Key = tuple[tf.Operation, int]
@@ -95,7 +95,7 @@ class _Conditional:
         return _trace.Graph(
             self.tracing,
             inner,
-            returned=[_context.unwrapped(output) for output in inner.outputs],
+            returned=[_tracing.unwrapped(output) for output in inner.outputs],
             must_run=set(inner.control_outputs),
             outer_of={id(own): self.graph.outside(given) for own, given in pairs if own.dtype == tf.resource},
             arguments={own.op: self._varies(given) for own, given in pairs},

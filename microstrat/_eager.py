@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _arguments, _context, _errors, _tf, _trace, _values
+from microstrat import _arguments, _context, _errors, _tf, _trace, _tracing, _values
 
 
 class _Abandoned(BaseException):
@@ -167,7 +167,7 @@ class _Replica(threading.Thread):
         _tf.eager_op_callbacks().op_callbacks = self._callbacks
         with contextlib.ExitStack() as stack:
             stack.enter_context(_tf.with_variable_creators(self._creators))
-            stack.enter_context(_context.keras_of_replicas(self._strategy, self.function_name))
+            stack.enter_context(_tracing.keras_of_replicas(self._strategy, self.function_name))
             if self._strategy.extended.draws_independently:
                 number, replicas = self._number, self._strategy.num_replicas_in_sync
                 stack.enter_context(_tf.hooked_keys(lambda key: _tf.key_for(key, number, replicas)))

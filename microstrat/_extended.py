@@ -22,6 +22,7 @@ from microstrat import (
     _replay,
     _tf,
     _trace,
+    _tracing,
     _values,
     _variables,
     _whole,
@@ -39,7 +40,7 @@ def _has_one_replica(strategy: tf.distribute.Strategy) -> bool:
 def _written_everywhere(value: Any) -> Any:
     """An argument of `update`: a variable with a value per replica is to be written for all of them."""
     is_local = isinstance(value, _variables.VirtualMirroredVariable) and value.rows is not None
-    return _variables.EveryReplicaView(value, 0) if is_local and _context.current_tracing() is None else value
+    return _variables.EveryReplicaView(value, 0) if is_local and _tracing.current_tracing() is None else value
 
 
 class MicroBatchExtended(_tf.StrategyExtended):
@@ -74,7 +75,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
     # --- Running ------------------------------------------------------------------------------------------------------
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         strategy = self._container_strategy()
-        tracing = _context.current_tracing()
+        tracing = _tracing.current_tracing()
         if tracing is not None and tracing.strategy is strategy:
             return self._call_in_merge_function(tracing, fn, args, kwargs)
         _keras.weigh_results(_values.is_weighted)
@@ -90,7 +91,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if self.micro_batches > 1:
             fn = self._in_micro_batches(fn, (tuple(args), kwargs))
         number = _arguments.turns((tuple(args), kwargs), self._number)
-        make_tracing = functools.partial(_context.Tracing, strategy, turns=number, run_loop=self._run_loop)
+        make_tracing = functools.partial(_tracing.Tracing, strategy, turns=number, run_loop=self._run_loop)
         return _replay.run(strategy, make_tracing, fn, args, kwargs, self._device)
 
     def _in_micro_batches(self, fn: Callable[..., Any], structure: Any) -> Callable[..., Any]:
@@ -122,7 +123,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             turns=number,
             run_loop=self._run_loop,
             loss_reduction=self.loss_reduction,
-            around=_context.current_tracing(),
+            around=_tracing.current_tracing(),
         )
         return _replay.run(strategy, make_tracing, fn, args, kwargs, self._device)
 
@@ -163,7 +164,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         return self._functions[fn]
 
     def _call_in_merge_function(
-        self, tracing: _context.Tracing, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self, tracing: _tracing.Tracing, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """call_for_each_replica inside a merge function goes on with the same trace."""
         depth, tracing.graph.cross_replica_depth = tracing.graph.cross_replica_depth, 0
@@ -198,7 +199,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         kwargs["synchronization"] = synchronization if on_read else tf.VariableSynchronization.ON_WRITE
         kwargs.pop("caching_device", None)
         kwargs.pop("experimental_batch_initialization", None)
-        kwargs["initial_value"] = _context.value_outside_trace(kwargs["initial_value"])
+        kwargs["initial_value"] = _tracing.value_outside_trace(kwargs["initial_value"])
         cls: Any = _variables.VirtualMirroredVariable
         if on_read:
             cls = _variables.VirtualSyncOnReadVariable
@@ -207,13 +208,13 @@ class MicroBatchExtended(_tf.StrategyExtended):
             )
             if kwargs.get("shape") is not None:
                 kwargs["shape"] = tf.TensorShape([self._number]).concatenate(kwargs["shape"])
-        with _context.outside_trace(), tf.device(device or self._device), _tf.stop_recording():
+        with _tracing.outside_trace(), tf.device(device or self._device), _tf.stop_recording():
             component = next_creator(**kwargs)
         variable = cls(self._container_strategy(), (component,), aggregation)
         self._owners[id(component.handle)] = weakref.ref(variable)
         return variable
 
-    def became_local(self, variable: Any, tracing: _context.Tracing | None) -> None:
+    def became_local(self, variable: Any, tracing: _tracing.Tracing | None) -> None:
         """Notes that a variable has got a value per replica because of a trace.
 
         Functions traced before took it for a shared one; they are traced again the next time they are called.
@@ -261,7 +262,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         self._check_owned(var, "extended.update")
-        if _context.current_tracing() is not None:  # which stands for all replicas, and refuses what differs
+        if _tracing.current_tracing() is not None:  # which stands for all replicas, and refuses what differs
             return self._update_once(lambda *a, **k: fn(self._component(var, 0), *a, **k), args, kwargs, group)
         if var.rows is None and any(_values.may_differ(value) for value in tf.nest.flatten((tuple(args), kwargs))):
             if not var.may_become_local:
@@ -292,7 +293,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         args, kwargs = _values.select_replica((args, kwargs), 0)
         with tf.device(self._device), _tf.UpdateContext(0):
             result = fn(*args, **kwargs)
-        if group and isinstance(result, _tf.ResourceVariable) and _context.current_tracing() is not None:
+        if group and isinstance(result, _tf.ResourceVariable) and _tracing.current_tracing() is not None:
             result = result.read_value()  # the value after this write, not after later ones
         return result if group else tf.nest.map_structure(self._copies, result)
 
@@ -332,7 +333,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
     def _reduce_one(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
         is_sum = reduce_op == tf.distribute.ReduceOp.SUM
         if isinstance(value, _values.Symbolic):
-            tracing = _context.current_tracing()
+            tracing = _tracing.current_tracing()
             assert tracing is not None
             return tracing.reduce(reduce_op, value.value)
         if isinstance(value, _tf.DistributedVariable):
@@ -380,7 +381,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if isinstance(value, _values.Symbolic):
             if isinstance(value.value, tf.IndexedSlices):
                 raise _errors.gather_slices()
-            tracing = _context.current_tracing()
+            tracing = _tracing.current_tracing()
             assert tracing is not None
             return tracing.gather(tf.convert_to_tensor(value.value), axis)
         if isinstance(value, tf.distribute.DistributedValues):

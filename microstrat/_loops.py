@@ -11,11 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _errors, _lower, _tf, _values
+from microstrat import _errors, _lower, _tf, _tracing, _values
 
 
 def run(
-    tracing: _context.Tracing,
+    tracing: _tracing.Tracing,
     stock: Callable[..., Any],
     cond: Callable[..., Any],
     body: Callable[..., Any],
@@ -35,9 +35,8 @@ def run(
         raise _errors.gradient_through_loop(tracing.function_name)
     loop = _Loop(tracing, cond, body, loop_vars, shape_invariants, device)
     loop.find_varying()
-    graph = tracing.graph
-    graph.cross_replica_depth += 1  # its random draws and prints are seen to by the loops inside
-    try:
+    # Its random draws and prints are seen to by the loops inside.
+    with tracing.in_cross_replica_context():
         results = stock(
             loop.condition,
             loop.turn,
@@ -48,8 +47,6 @@ def run(
             name=name,
             return_same_structure=True,
         )
-    finally:
-        graph.cross_replica_depth -= 1
     results = loop.own_values(results)
     return results if return_same_structure or len(results) > 1 else results[0]
 
@@ -63,7 +60,7 @@ class _Loop:
 
     def __init__(
         self,
-        tracing: _context.Tracing,
+        tracing: _tracing.Tracing,
         cond: Callable[..., Any],
         body: Callable[..., Any],
         loop_vars: Any,
@@ -182,7 +179,7 @@ class _Loop:
         results, _ = _lower.run(self.tracing.strategy, self._continuation, one_turn, flat, {}, self.device)
         return list(results)
 
-    def _continuation(self, function_name: str, outer: tf.Graph, **options: Any) -> _context.Tracing:
+    def _continuation(self, function_name: str, outer: tf.Graph, **options: Any) -> _tracing.Tracing:
         del function_name
         return self.tracing.continuation(self.tracing.function_name, outer, place=self.place, **options)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _lower, _tf, _trace, _values
+from microstrat import _lower, _tf, _trace, _tracing, _values
 
 
 def run(
@@ -26,7 +26,7 @@ def run(
 ) -> Any:
     """`_lower.run`, whose results have a gradient by the variables and tensors that `fn` uses."""
     result, used = _lower.run(strategy, make_tracing, fn, args, kwargs, device)
-    if _context.current_tracing() is not None:
+    if _tracing.current_tracing() is not None:
         return result
     leaves = tf.nest.flatten(result)
     parts = [_parts(leaf) for leaf in leaves]
@@ -67,7 +67,7 @@ class _Backward:
         functools.update_wrapper(self, fn, assigned=["__name__"], updated=[])
 
     def __call__(self) -> list[Any]:
-        tracing = _context.current_tracing()
+        tracing = _tracing.current_tracing()
         assert tracing is not None
         for tensor, value in zip(self._used.captured, self._here, strict=True):
             _tf.capture_as(tracing.graph, tensor, value)

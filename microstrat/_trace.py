@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _errors, _kinds, _plan, _tf, _values, _variables
+from microstrat import _errors, _kinds, _plan, _tf, _tracing, _values, _variables
 
 _MAX_TRACES = 32
 
@@ -31,7 +31,7 @@ class Trace:
       weights: what the results of each turn weigh in a mean, if the function has said so.
     """
 
-    tracing: _context.Tracing
+    tracing: _tracing.Tracing
     structure: Any
     leaves: tuple[Any, ...]
     must_run: frozenset[tf.Operation]
@@ -39,7 +39,7 @@ class Trace:
 
 
 def trace(
-    make_tracing: Callable[..., _context.Tracing],
+    make_tracing: Callable[..., _tracing.Tracing],
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -74,7 +74,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def _trace_once(
-    tracing: _context.Tracing, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str
+    tracing: _tracing.Tracing, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str
 ) -> Trace:
     graph = tracing.graph
     fn = _tf.convert_by_autograph(fn)
@@ -100,13 +100,13 @@ def _trace_once(
             _follow_replica_0(tracing)
     _tf.watch_variables(tracing.outer, _tf.watched_variables(graph))
     leaves = tuple(
-        _context.unwrapped(leaf) if isinstance(leaf, tf.Tensor) and hasattr(leaf, "graph") else leaf for leaf in leaves
+        _tracing.unwrapped(leaf) if isinstance(leaf, tf.Tensor) and hasattr(leaf, "graph") else leaf for leaf in leaves
     )
     see_through_wrappers(graph)
     return Trace(tracing, structure, leaves, frozenset(control.ops_which_must_run), weights)
 
 
-def _follow_replica_0(tracing: _context.Tracing) -> None:
+def _follow_replica_0(tracing: _tracing.Tracing) -> None:
     """Makes variables with a value per replica show replica 0's to everybody outside."""
     graph = tracing.graph
     for handle, inner in list(graph.captures):
@@ -118,7 +118,7 @@ def _follow_replica_0(tracing: _context.Tracing) -> None:
                 graph.cross_replica_depth -= 1
 
 
-def cut_arguments(tracing: _context.Tracing, structure: Any, device: str) -> Any:
+def cut_arguments(tracing: _tracing.Tracing, structure: Any, device: str) -> Any:
     """Replaces per-replica arguments by the value of the replica whose turn it is.
 
     The cut runs on the host, where the global batch stays: only the micro-batch travels to the device.
@@ -190,7 +190,7 @@ class Graph:
       nodes: node id -> planner node.
     """
 
-    tracing: _context.Tracing
+    tracing: _tracing.Tracing
     graph: Any
     returned: Sequence[tf.Tensor]
     must_run: set[tf.Operation]

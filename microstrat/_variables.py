@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from microstrat import _context, _errors, _keras, _tf, _values
+from microstrat import _context, _errors, _keras, _tf, _tracing, _values
 
 _creating = threading.local()
 
@@ -234,7 +234,7 @@ class _PerReplicaRows:
     def _get_replica(self, replica_id: int) -> Any:
         if self.rows is None:
             return self._primary
-        tracing = _context.current_tracing()
+        tracing = _tracing.current_tracing()
         return ReplicaView(self, replica_id if tracing is None else tracing.replica_id)
 
     def __int__(self) -> int:
@@ -262,7 +262,7 @@ class _PerReplicaRows:
         """The handle of a variable that holds this replica's value, for who must read by handle: restored SavedModels."""
         one = self._one_replica()
         loaded = one.assign(self.read_row(_context.live_replica_id()), read_value=False)
-        tracing = _context.current_tracing()
+        tracing = _tracing.current_tracing()
         if tracing is not None:
             tracing.lent[id(one.handle)] = self
             tracing.lending.add(loaded)
@@ -286,7 +286,7 @@ def combined(variable: Any, method: str, value: Any) -> Any:
     """What an assignment in a replica function assigns: of a whole batch, what its micro-batches' come to."""
     if not variable.in_own_replica_context():
         return value
-    tracing = _context.current_tracing()
+    tracing = _tracing.current_tracing()
     if tracing is not None:
         value = tracing.combine_write(variable, method, value)
     strategy = variable.distribute_strategy
@@ -352,7 +352,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return self._get_cross_replica()
 
     def _get_cross_replica(self) -> tf.Tensor:
-        if self.rows is not None and (_context.current_tracing() is not None or tf.executing_eagerly()):
+        if self.rows is not None and (_tracing.current_tracing() is not None or tf.executing_eagerly()):
             return self.read_row(0)  # the primary follows at the end of the trace, or of the run
         return tf.identity(self._primary)
 
@@ -389,11 +389,11 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
     def _assume_shared(self, *, writing: bool) -> None:
         """Notes the functions being traced: they are out of date once the variable gets a value per replica."""
-        tracing = _context.current_tracing()
+        tracing = _tracing.current_tracing()
         self._note(_tf.functions_being_traced() if tracing is None else tracing.functions, writing=writing)
 
     def _note(self, functions: list[Any], *, writing: bool) -> None:
-        tracing = _context.current_tracing()
+        tracing = _tracing.current_tracing()
         for function in functions:
             self.assumed_shared_by.setdefault(function, []).append((tracing and weakref.ref(tracing), writing))
 
@@ -440,7 +440,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         if isinstance(value, _tf.DistributedVariable):
             value = tf.convert_to_tensor(value)  # this replica's value; a merge function would see replica 0's
         if self._aggregation == tf.VariableAggregation.NONE:
-            tracing = _context.current_tracing()
+            tracing = _tracing.current_tracing()
             if self.num_replicas == 1 or (self.trainable and tracing is not None):
                 # One value; the planner refuses the program if replicas would write different ones.
                 return update_fn(self._primary, value, **kwargs)
@@ -475,7 +475,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return update_fn(self._primary, value, **kwargs)
 
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
-        if self.rows is not None and _context.current_tracing() is None and not isinstance(value, _values.PerReplica):
+        if self.rows is not None and _tracing.current_tracing() is None and not isinstance(value, _values.PerReplica):
             update_fn(AllReplicasView(self), value, **kwargs)
             return update_fn(self._primary, value, **kwargs)
         if self.may_become_local:
@@ -490,7 +490,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         """
         if self.rows is not None:
             return
-        tracing = _context.current_tracing()
+        tracing = _tracing.current_tracing()
         self.rows = self._make_rows()
         self._distribute_strategy.extended.became_local(self, finished or tracing)
         if tracing is not None:
@@ -507,7 +507,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
                     initial = tf.broadcast_to(self._primary.read_value(), [num_replicas, *self.shape])
                     return tf.Variable(initial, trainable=False, name=name)
         # The variable itself is being made by the surrounding tf.function's first trace; so are its rows.
-        with _context.outside_trace(), _PlainVariables(), _tf.stop_recording():
+        with _tracing.outside_trace(), _PlainVariables(), _tf.stop_recording():
             return tf.Variable(
                 lambda: spread(self._primary.read_value(), num_replicas),
                 trainable=False,
@@ -651,7 +651,7 @@ def aggregate(strategy: Any, value: Any, aggregation: tf.VariableAggregation, va
     """The one value that a variable with `aggregation` gets from the replicas' values."""
     if aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
         if isinstance(value, _values.Symbolic):
-            tracing = _context.current_tracing()
+            tracing = _tracing.current_tracing()
             assert tracing is not None
             return tracing.first(value.value)
         if isinstance(value, _values.PerReplica):

@@ -22,14 +22,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _degrees, _errors, _keras, _kinds, _tf, _values
+from microstrat import _context, _degrees, _errors, _keras, _kinds, _tf, _tracing, _values
 
 LOSS_REDUCTIONS = ("mean", "sum")
 _EXTREMES = {"Maximum": "max", "Minimum": "min"}
 _GENERATORS = frozenset({"RngReadAndSkip", "RngSkip", "StatefulUniform"})
 
 
-class WholeBatch(_context.Tracing):
+class WholeBatch(_tracing.Tracing):
     """One run of a replica function on behalf of all micro-batches of its batch.
 
     Attributes:
@@ -69,7 +69,7 @@ class WholeBatch(_context.Tracing):
                 stack.enter_context(_keras.whole_batch_losses(_Current(self), self.loss_reduction))
             yield
 
-    def continuation(self, function_name: str, outer: tf.Graph, **options: Any) -> _context.Tracing:
+    def continuation(self, function_name: str, outer: tf.Graph, **options: Any) -> _tracing.Tracing:
         return ContinuedWholeBatch(
             self.strategy,
             function_name,
@@ -127,7 +127,7 @@ class WholeBatch(_context.Tracing):
         """Float64 [n], what the results of each micro-batch weigh in a mean; None if their rows are what they weigh."""
         if self.weight is None:
             return None
-        weights = self.collect(_context.Collective("concat"), self.weight[tf.newaxis])
+        weights = self.collect(_tracing.Collective("concat"), self.weight[tf.newaxis])
         with self.graph.as_default():
             missing = tf.zeros([self.turns.most - tf.shape(weights)[0]], weights.dtype)
             return tf.ensure_shape(tf.concat([weights, missing], 0), [self.turns.most])
@@ -169,12 +169,12 @@ class WholeBatch(_context.Tracing):
         if value.op.type == "Pack" and value.graph is self.graph and not all(self.varies(t) for t in value.op.inputs):
             return tf.stack([self.total(part) for part in value.op.inputs], value.op.get_attr("axis"))
         uniform, varying = self._terms(value)
-        total = self.collect(_context.Collective("sum"), _add(varying))
+        total = self.collect(_tracing.Collective("sum"), _add(varying))
         return _add([*uniform, total])
 
     def _total_slices(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        values = self.collect(_context.Collective("concat"), slices.values)
-        indices = self.collect(_context.Collective("concat"), slices.indices)
+        values = self.collect(_tracing.Collective("concat"), slices.values)
+        indices = self.collect(_tracing.Collective("concat"), slices.indices)
         if _see_through(slices.indices).op.type == "Unique":
             # Each index stood there once, so it does for the whole batch: optimizers square slice by slice.
             unique, position = tf.unique(indices)
@@ -256,14 +256,14 @@ class WholeBatch(_context.Tracing):
         if self.varies(value):
             if axis != 0:
                 raise _errors.gather_not_rows(self.function_name, axis)
-            value = self.collect(_context.Collective("concat"), value)
+            value = self.collect(_tracing.Collective("concat"), value)
         return value if self.around is None else super().gather(value, axis)
 
     # --- Replicas around ----------------------------------------------------------------------------------------------
     def collect_replicas(self, kind: str, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
         if self.around is None:
             return tensor
-        return self.collect(_context.Collective(kind, axis, between_replicas=True), tensor)
+        return self.collect(_tracing.Collective(kind, axis, between_replicas=True), tensor)
 
     @property
     def running_replicas(self) -> Any:
@@ -309,7 +309,7 @@ class WholeBatch(_context.Tracing):
         owned = [isinstance(_keras.plain(source), _tf.DistributedVariable) for source in flat]
         # In a gradient function (tf.recompute_grad) the tape outside sums.
         nothing = not any(owned) and not self.varies_anywhere(targets)
-        if self._taking_gradient or nothing or _context.current_tracing() is not self:
+        if self._taking_gradient or nothing or _tracing.current_tracing() is not self:
             return compute(target, sources, output_gradients=output_gradients, **options)
         if self.loss_reduction == "mean":
             given = [None] * len(targets) if output_gradients is None else tf.nest.flatten(output_gradients)
@@ -417,7 +417,7 @@ class WholeBatch(_context.Tracing):
             return self.total(value)
         op = _see_through(value).op
         if op.type in _EXTREMES and any(self._is_read(_see_through(tensor).op, variable) for tensor in op.inputs):
-            return self.collect(_context.Collective(_EXTREMES[op.type]), value)
+            return self.collect(_tracing.Collective(_EXTREMES[op.type]), value)
         raise _errors.cannot_combine(variable.name, value.dtype.name, self.function_name)
 
     def _is_read(self, op: tf.Operation, variable: Any) -> bool:
@@ -472,7 +472,7 @@ class WholeBatch(_context.Tracing):
         Their seed is one for the whole batch, so all would draw the same. A draw of another shape (noise for the weights)
         is the whole batch's, and stays one.
         """
-        if _context.current_tracing() is not self or self.varies(draw.key):
+        if _tracing.current_tracing() is not self or self.varies(draw.key):
             return None
         own_micro_batch = any(self.varies(tensor) for tensor in draw.other_inputs)
         own_replica = self.around is not None and self.strategy.extended.draws_independently
@@ -524,7 +524,7 @@ class _Current:
         return self._tracing.current().fraction()
 
 
-class ContinuedWholeBatch(_context.Continuation, WholeBatch):
+class ContinuedWholeBatch(_tracing.Continuation, WholeBatch):
     """One turn of a loop in the replica function, of all micro-batches."""
 
     def __init__(self, *args: Any, continues: Any, **options: Any):
@@ -563,7 +563,7 @@ class WholeBatchContext(_context.SymbolicReplicaContext):
             gathered = whole.gather(part, axis)
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                lengths = whole.collect(_context.Collective("concat"), own)
+                lengths = whole.collect(_tracing.Collective("concat"), own)
                 lengths.set_shape([None])
                 start = tf.reduce_sum(lengths[: whole.turn])
                 if whole.around is not None:
@@ -606,7 +606,7 @@ def set_weight(weight: Any) -> None:
       RuntimeError: if something has been weighted by rows already, or in a replica function of several replicas without
         micro-batches (`replicas=N` alone), where the code scales its loss itself.
     """
-    tracing = _context.current_tracing()
+    tracing = _tracing.current_tracing()
     if isinstance(tracing, WholeBatch):
         tracing.set_weight(weight)
         return

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from microstrat import _context, _lower, _plan, _variables
+from microstrat import _lower, _plan, _tracing, _variables
 from tests.samplers import drawing, replicas
 from tests.samplers.program import Instruction, Program, Run, smaller
 
@@ -125,7 +125,7 @@ def _zeros_are_carried(self: Any, key: Any) -> Any:
     return self._new_list(tf.zeros_like(tensor) if key[0] in self.plan.carries else tensor, finish)
 
 
-_reduce = _context.Tracing.reduce
+_reduce = _tracing.Tracing.reduce
 _read_row = _variables._PerReplicaRows.read_row
 _move_late = _plan._move_late
 
@@ -136,7 +136,7 @@ def _mean_for_sum(self: Any, reduce_op: Any, value: Any) -> Any:
 
 
 def _next_row(self: Any, replica_id: Any) -> Any:
-    looped = _context.current_tracing() is not None
+    looped = _tracing.current_tracing() is not None
     return _read_row(self, (replica_id + 1) % self.num_replicas if looped else replica_id)
 
 
@@ -173,7 +173,7 @@ BROKEN: dict[str, tuple[Any, str, Any, Callable[[Program], bool]]] = {
         _writes_between_reads,
     ),
     "sums are means": (
-        _context.Tracing,
+        _tracing.Tracing,
         "reduce",
         _mean_for_sum,
         _any(lambda _, one: one.op == "all_reduce" and one.options["how"] == "SUM"),
