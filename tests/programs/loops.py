@@ -11,6 +11,7 @@ import tensorflow as tf
 from tests.programs._registry import (
     ALL,
     BATCH,
+    MANY,
     OWN_DRAWS,
     OWN_STATISTICS,
     WHOLE_MORE,
@@ -31,7 +32,7 @@ def _data(*shape: int, number: int = 2 * BATCH, batch: int = BATCH) -> tf.data.D
     return batches(rows(number, *(shape or (6,))), labels(number), batch=batch)
 
 
-@program(replicas=ALL, core=True, whole="sum", micro_batches=WHOLE_MORE)
+@program(replicas=MANY, core=True, whole="sum", micro_batches=WHOLE_MORE)
 def loop_mlp_sgd(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data())
 
@@ -109,7 +110,7 @@ def loop_convolution(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.SGD(0.05, momentum=0.9), _data(8, 8, 2))
 
 
-@program(replicas=ALL, core=True, whole="sum", micro_batches=WHOLE_MORE)
+@program(replicas=MANY, core=True, whole="sum", micro_batches=WHOLE_MORE)
 def loop_uneven_last_batch(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, mlp, lambda: keras.optimizers.SGD(0.1), _data(number=BATCH + 17))
 

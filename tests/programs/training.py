@@ -14,6 +14,7 @@ import tensorflow as tf
 from tests.programs._registry import (
     ALL,
     BATCH,
+    MANY,
     OWN_STATISTICS,
     TOLERANCE_LATER,
     WHOLE_MORE,
@@ -63,7 +64,7 @@ def _fit(
     return _outcome(strategy, model, history)
 
 
-@program(replicas=ALL, core=True, whole="mean", micro_batches=WHOLE_MORE)
+@program(replicas=MANY, core=True, whole="mean", micro_batches=WHOLE_MORE)
 def fit_mlp(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy))
 
