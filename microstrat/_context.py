@@ -40,10 +40,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     def _reduce_flat(self, reduce_op: tf.distribute.ReduceOp, flat: list[Any]) -> list[Any]:
         raise NotImplementedError
 
-    def _reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
-        """The gradient of an all-reduce."""
-        return self.all_reduce(reduce_op, gradients)
-
     def will_use_handle(self, variable: Any) -> None:
         """Hook: the replica may write `variable` through its handle, past the variable's own methods."""
 
@@ -68,20 +64,17 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             part if isinstance(part, tf.IndexedSlices) else tf.convert_to_tensor(part)
             for part in tf.nest.flatten(value)
         ]
-        if any(isinstance(part, tf.IndexedSlices) for part in flat) or not _may_be_differentiated():
+        slices = any(isinstance(part, tf.IndexedSlices) for part in flat)
+        if slices or not tf.executing_eagerly() or not _tf.tape_is_recording():
+            # In a graph, what stands for a sum over replicas has its gradient (`_tracing`).
             return tf.nest.pack_sequence_as(value, self._reduce_flat(reduce_op, flat))
 
         @tf.custom_gradient
         def reduce(*parts: Any) -> Any:
             reduced = self._reduce_flat(reduce_op, list(parts))
-            return reduced, lambda *gradients: self._reduce_gradient(reduce_op, list(gradients))
+            return reduced, lambda *gradients: self.all_reduce(reduce_op, list(gradients))
 
         return tf.nest.pack_sequence_as(value, reduce(*flat))
-
-
-def _may_be_differentiated() -> bool:
-    """In a graph always, since tf.gradients asks nobody before."""
-    return not tf.executing_eagerly() or _tf.tape_is_recording()
 
 
 def live_replica_id() -> Any:
@@ -123,18 +116,6 @@ class SymbolicReplicaContext(ReplicaContext):
 
     def _own_turn(self) -> Any:
         return self.tracing.turn
-
-    def _reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
-        flat = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        if not _may_be_differentiated():
-            return self.tracing.reduce_gradient(reduce_op, flat)
-
-        @tf.custom_gradient
-        def reduce(*parts: Any) -> Any:
-            # The gradient of a sum over replicas is one again; that of its weighted form, the weighted sum.
-            return self.tracing.reduce_gradient(reduce_op, list(parts)), lambda *g: self.all_reduce(reduce_op, list(g))
-
-        return reduce(*flat)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -577,6 +577,15 @@ def set_loop_attributes(op: tf.Operation, num_outputs: int) -> None:
 
 
 # --- Gradients --------------------------------------------------------------------------------------------------------
+def set_gradient(result: tf.Tensor, source: tf.Tensor, gradient: Callable[[Any], Any]) -> None:
+    """Says what the gradient of an operation made while no tape recorded is, for tapes and for tf.gradients.
+
+    tf.custom_gradient keeps every gradient function it has seen in a graph, and with it the graph, for good.
+    """
+    result.op._gradient_function = lambda _, upstream: [gradient(upstream)]
+    _record.record_operation("collective", [result], [source], lambda upstream: [gradient(upstream)])
+
+
 def with_gradient(
     results: Sequence[tf.Tensor],
     variables: Sequence[Any],

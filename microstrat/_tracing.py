@@ -257,12 +257,14 @@ class Tracing:
             shape = tf.TensorShape(dims)
         elif collective.kind == "concat":
             shape = _tf.unknown_shape()
-        with tensor.graph.as_default(), tf.control_dependencies(None):
+        with tensor.graph.as_default(), tf.control_dependencies(None), _tf.stop_recording():
             # Unlike an Identity, this op may have a wider static shape than its input.
             marker = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape, name="collective")
         self.collectives[marker.op] = collective
         if tensor.graph is not tf.compat.v1.get_default_graph():
             self.lifted.add(marker.op)
+        if collective.kind == "sum":
+            _tf.set_gradient(marker, tensor, lambda gradient: self.current().gradient_of_sum(collective, gradient))
         return marker
 
     def collect_replicas(self, kind: str, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
@@ -288,9 +290,9 @@ class Tracing:
             return _values.divide_by_replicas(total, self.running_replicas)
         return total
 
-    def reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
-        """The gradient of `reduce`: the all-reduce of the gradients."""
-        return [self.reduce(reduce_op, gradient) for gradient in gradients]
+    def gradient_of_sum(self, collective: Collective, gradient: tf.Tensor) -> tf.Tensor:
+        """The gradient of a sum over replicas: the sum of their gradients."""
+        return self.collect(collective, gradient)
 
     def first(self, value: Any) -> Any:
         """Replica 0's value."""

@@ -244,13 +244,9 @@ class WholeBatch(_tracing.Tracing):
             own = self.total(value) if reduce_op == tf.distribute.ReduceOp.SUM else self.mean(value)
         return own if self.around is None else super().reduce(reduce_op, own)
 
-    def reduce_gradient(self, reduce_op: tf.distribute.ReduceOp, gradients: list[Any]) -> list[Any]:
-        totals = [self.total(gradient) for gradient in gradients]
-        if self.turns.most == 1 and self.around is None:
-            return totals
-        if self.around is not None:
-            totals = [super(WholeBatch, self).reduce(reduce_op, total) for total in totals]
-        return totals if reduce_op == tf.distribute.ReduceOp.SUM else [self._weigh(total) for total in totals]
+    def gradient_of_sum(self, collective: _tracing.Collective, gradient: tf.Tensor) -> tf.Tensor:
+        total = self.total(gradient)
+        return self.collect(collective, total) if collective.between_replicas else total
 
     def gather(self, value: tf.Tensor, axis: int) -> tf.Tensor:
         if self.varies(value):
@@ -570,7 +566,8 @@ class WholeBatchContext(_context.SymbolicReplicaContext):
                     of_replicas = whole.gather(tf.reduce_sum(lengths)[tf.newaxis], 0)
                     of_replicas.set_shape([None])
                     start += tf.reduce_sum(of_replicas[: whole.replica_id])
-                return self._reduce_gradient(tf.distribute.ReduceOp.SUM, [upstream])[0][start : start + own[0]]
+                meeting = _tracing.Collective("sum", between_replicas=whole.around is not None)
+                return whole.gradient_of_sum(meeting, upstream)[start : start + own[0]]
 
             return gathered, gradient
 
