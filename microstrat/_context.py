@@ -123,11 +123,16 @@ class SymbolicReplicaContext(ReplicaContext):
 
     def _reduce_flat(self, reduce_op: tf.distribute.ReduceOp, flat: list[Any]) -> list[Any]:
         return [
-            reduce_shared(self.strategy, reduce_op, part)
-            if self.tracing.shares(part)
-            else self.tracing.reduce(reduce_op, part)
+            self._reduce_shared(reduce_op, part) if self.tracing.shares(part) else self.tracing.reduce(reduce_op, part)
             for part in flat
         ]
+
+    def _reduce_shared(self, reduce_op: tf.distribute.ReduceOp, tensor: tf.Tensor) -> tf.Tensor:
+        """A tensor that all replicas share counts once; its gradients are as many as there are replicas."""
+        with _tf.stop_recording():
+            result = reduce_shared(self.strategy, reduce_op, tensor)
+        _tf.set_gradient(result, tensor, lambda gradient: self.all_reduce(reduce_op, gradient))
+        return result
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs `merge_fn` inline, once: its arguments are symbols that stand for all replicas' values."""

@@ -251,7 +251,7 @@ def test_a_branch_that_varies_may_read_what_was_reduced_before() -> None:
 
     def step(x: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
-        total = context.all_reduce("SUM", x)
+        total = context.all_reduce("SUM", tf.identity(x))
         y = tf.cond(context.replica_id_in_sync_group > 0, lambda: total + 1.0, lambda: x)
         return tf.cond(total > 1.0, lambda: context.all_reduce("SUM", x * 2.0) + y, lambda: x)
 
