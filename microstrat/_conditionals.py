@@ -246,7 +246,6 @@ class _Parts:
 
     def __init__(self, branch: _trace.Graph, varying: Sequence[bool]):
         self.branch = branch
-        self.tracing = branch.tracing
         self.plan = _plan.plan(branch.nodes, varying)
         self.members = [set(stage.nodes) | set(stage.copies) for stage in self.plan.stages]
         self.copies = frozenset(itertools.chain.from_iterable(stage.copies for stage in self.plan.stages))

@@ -153,7 +153,7 @@ class Tracing:
             **options,
         )
 
-    def current(self) -> Tracing:
+    def current(self) -> Any:
         """The trace that is being made of a loop in this one; this one itself if none is."""
         for tracing in reversed(getattr(_thread, "tracings", [])):
             ancestor = tracing
@@ -185,10 +185,10 @@ class Tracing:
             tf.compat.v1.get_default_graph(), tracing.graph
         ):
             return stock(*args, **options)
-        number = tracing._loops  # noqa: SLF001 - another trace of this class
-        return tracing._numbered_loop(number, stock, args, options)  # noqa: SLF001
+        return tracing._next_loop(stock, args, options)  # noqa: SLF001 - another trace of this class
 
-    def _numbered_loop(self, number: int, stock: Callable[..., Any], args: Any, options: Any) -> Any:
+    def _next_loop(self, stock: Callable[..., Any], args: Any, options: Any) -> Any:
+        number = self._loops
         self._loops += 1
         if number in self.unfolded:
             return self.run_loop(self, stock, *args, **options)
@@ -338,10 +338,10 @@ class Tracing:
         if _context.enclosing_function(graph, self.graph) is not None:
             self._restart("inline")
 
-    def _out_of_branches(self, kind: str, tensor: tf.Tensor, *, with_work: bool = True) -> tf.Tensor:
+    def _out_of_branches(self, kind: str, tensor: tf.Tensor) -> tf.Tensor:
         """A tensor that a collective needs, computed outside the branches and loops it stands in."""
         try:
-            return _lift.lift(tensor, self.graph, with_work=with_work)
+            return _lift.lift(tensor, self.graph)
         except _lift.CannotLift as reason:
             raise _errors.collective_in_loop(kind, self.function_name, str(reason)) from None
 
@@ -531,8 +531,8 @@ class Continuation(Tracing):
     def weights_of_turns(self) -> tf.Tensor | None:
         return None
 
-    def concatenated(self, flat: tf.Tensor, lengths: tf.Tensor) -> _values.PerReplica:
-        return _values.Concatenated(self.turns.most, flat, lengths)
+    # Each turn's values are kept apart, whatever a subclass makes of them at the end.
+    concatenated = Tracing.concatenated
 
     def _in_loop(self, graph: Any) -> bool:
         """Whether a graph is the loop's, where all replicas have the same values."""

@@ -85,9 +85,6 @@ class WholeBatch(_tracing.Tracing):
     def varies(self, value: Any) -> bool:
         return self.turns.most > 1 and super().varies(value)
 
-    def current(self) -> Any:
-        return super().current()
-
     def uniform_sum(self, value: tf.Tensor) -> tf.Tensor:
         return value
 
