@@ -612,6 +612,9 @@ def with_gradient(
     with stop_recording():
         with tf.device(host):
             slices = [tensor if tensor.shape.rank in (0, None) else tensor[:0] for tensor in tensors]
+        # Grappler forwards an input of an IdentityN to its reader, but not that the reader came after its other inputs.
+        with tf.control_dependencies([*results, *slices]), tf.control_dependencies([tf.no_op()]):
+            results = [tf.identity(result) for result in results]
         outputs = tf.raw_ops.IdentityN(input=[*results, *handles, *slices])
     (op,) = {output.op for output in outputs}
     set_read_only_resources(op, range(len(results), len(results) + len(handles)))

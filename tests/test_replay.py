@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context  # noqa: TID251 - no public name shows what the optimizer leaves
 
 import microstrat
 
@@ -175,3 +176,63 @@ def test_micro_batches_have_none() -> None:
     strategy = microstrat.MicroBatchStrategy(3, semantics="whole_batch")
     with pytest.raises(RuntimeError, match=r"'total' runs in micro-batches.* inside the replica function"):
         around_the_run(strategy, lambda strategy, parts, inputs: strategy.run(parts.total, args=inputs).values[0])
+
+
+# --- The order of what stands around a run, once the graph is optimized ---------------------------------------------------
+class Ordered:
+    """A run that writes `state` between two reads of it, and what follows writes it again, from the first read."""
+
+    def __init__(self) -> None:
+        self.strategy = microstrat.MicroBatchStrategy(2)
+        with self.strategy.scope():
+            self.state = tf.Variable([1.0, 2.0])
+            self.other = tf.Variable([1.0, 2.0])
+
+    def replica(self, x: tf.Tensor, outside: tf.Tensor) -> Any:
+        self.state.assign([3.0, 4.0])
+        first = tf.convert_to_tensor(self.state)
+        self.state.assign_sub(tf.distribute.get_replica_context().all_reduce("MEAN", first * 0.5))
+        return x * 2.0, first, tf.convert_to_tensor(self.state), outside * x
+
+    def step(self, x: Any) -> Any:
+        varying, first, second, _ = self.strategy.run(self.replica, (x, self.other * 2.0))
+        self.state.assign(self.strategy.reduce("MEAN", first, axis=None) * 0.7)
+        self.other.assign(self.strategy.reduce("MEAN", first, axis=None) * 0.3)
+        return [self.strategy.reduce("SUM", value, axis=None) for value in (varying, first, second)]
+
+
+def optimized(function: Any, *args: Any) -> dict[str, Any]:
+    """The nodes of the largest graph that runs in a call of a tf.function, by name."""
+    eager = context.context()
+    eager.enable_graph_collection()
+    try:
+        function(*args)
+        graphs = [found.post_optimization_graph for found in eager.export_run_metadata().function_graphs]
+    finally:
+        eager.disable_graph_collection()
+    return {node.name: node for node in max(graphs, key=lambda graph: len(graph.node)).node}
+
+
+def before(nodes: dict[str, Any], name: str) -> set[str]:
+    """The nodes that run before a node."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        sources = {source.lstrip("^").split(":")[0] for source in nodes[waiting.pop()].input}
+        waiting.extend(sources - found)
+        found |= sources
+    return found
+
+
+def test_what_follows_a_run_stays_after_all_of_it() -> None:
+    ordered = Ordered()
+    values = ordered.strategy.experimental_distribute_values_from_function(lambda _: tf.constant(1.0))
+    nodes = optimized(tf.function(ordered.step), values)
+    after = [name for name, node in nodes.items() if node.op == "AssignVariableOp" and "PartitionedCall" not in name]
+    inside = [name for name, node in nodes.items() if "VariableOp" in node.op and "PartitionedCall" in name]
+    assert len(after) == 2
+    assert len(inside) >= 4
+    outside = [name for name, node in nodes.items() if node.op == "ReadVariableOp" and name not in inside]
+    assert len(outside) == 1
+    for name in after:
+        assert before(nodes, name) >= {*inside, *outside}
