@@ -259,7 +259,7 @@ class _Emitter:
             return self.env[device][key]
         outer = self.captured[key]
         if device and outer.dtype == tf.resource:
-            owner = self.tracing.strategy.extended.owner_of(outer)
+            owner = self.tracing.strategy.extended.owner_of(outer) or self.tracing.lent.get(id(outer))
             return outer if owner is None else owner.handle_on(outer, device)
         return outer
 

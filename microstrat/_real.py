@@ -50,16 +50,22 @@ class Real:
 
     def sums(self, tensors: Sequence[Sequence[tf.Tensor]]) -> list[Sequence[tf.Tensor]]:
         """The sums of several tensors, in one go: for each its value on every device, in and out."""
-        assert self.base is not None
         results: dict[int, Sequence[tf.Tensor]] = {}
-        # MirroredStrategy takes either kind, but not both at once.
-        for is_int32 in (False, True):
-            chosen = [index for index, values in enumerate(tensors) if (values[0].dtype == tf.int32) == is_int32]
+        # tf.distribute packs tensors into one, which takes one dtype.
+        for dtype in dict.fromkeys(values[0].dtype for values in tensors):
+            chosen = [index for index, values in enumerate(tensors) if values[0].dtype == dtype]
             pairs = [(_tf.PerReplica(tuple(tensors[index])),) * 2 for index in chosen]
-            with _tf.cross_replica_context(self.base):
-                summed = self.base.extended.batch_reduce_to(_SUM, pairs) if pairs else []
+            summed = self._batch_reduce(pairs)
             results |= {index: self._on_devices(value) for index, value in zip(chosen, summed, strict=True)}
         return [results[index] for index in range(len(tensors))]
+
+    def _batch_reduce(self, pairs: Sequence[Any]) -> Sequence[Any]:
+        assert self.base is not None
+        if self.workers == 1 and (not all("GPU" in device for device in self.devices) or _tf.in_control_flow()):
+            # MirroredStrategy's collectives deadlock on CPUs with few threads, and cannot run in a loop.
+            return tf.distribute.ReductionToOneDevice().batch_reduce(_SUM, pairs)
+        with _tf.cross_replica_context(self.base):
+            return self.base.extended.batch_reduce_to(_SUM, pairs)
 
     def concat(self, values: Sequence[tf.Tensor], axis: int) -> Sequence[tf.Tensor]:
         """The concatenation of all real replicas' values, on every device."""

@@ -655,6 +655,16 @@ def gather(strategy: Any, values: Sequence[tf.Tensor], axis: int) -> Any:
         return strategy.extended._gather_to(value, value, axis)
 
 
+def in_control_flow() -> bool:
+    """Whether the current graph is in a branch or loop, at any depth, of what is being traced."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    while isinstance(graph, FuncGraph):
+        if is_control_flow_graph(graph):
+            return True
+        graph = outer_graph(graph)
+    return False
+
+
 def worker_index(strategy: Any) -> int:
     """Which of the strategy's processes this one is; a cluster resolver does not count the chief among the workers."""
     return getattr(strategy.extended, "_id_in_cluster", 0)

@@ -316,9 +316,7 @@ class _PerReplicaRows:
 
     def is_handle(self, handle: tf.Tensor) -> bool:
         """Whether a resource handle is this variable's."""
-        return any(handle is variable.handle for variable in (*self._values, *self._ones)) or self.handle_is_rows(
-            handle
-        )
+        return any(handle is component.handle for component in self._values) or self.handle_is_rows(handle)
 
     def _get_replica(self, replica_id: int) -> Any:
         tracing = _tracing.current_tracing()
@@ -349,7 +347,6 @@ class _PerReplicaRows:
                             tf.Variable(tf.zeros(self.shape, self.dtype), trainable=False, name=self._common_name)
                         )
             self._ones = tuple(made)
-            self._distribute_strategy.extended.own(self, self._ones)
         return self._ones[0]
 
     def _lent_handle(self) -> tf.Tensor:
