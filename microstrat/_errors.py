@@ -84,10 +84,20 @@ def only_for_replicas(argument: str) -> ValueError:
     )
 
 
-def neither_replicas_nor_micro_batches() -> ValueError:
+def workers_share_unequally(replicas: int, workers: int) -> ValueError:
+    below = replicas // workers * workers
+    shares = [str(number) for number in (below, below + workers) if number]
     return ValueError(
-        "microstrat.scope needs micro_batches=n, for code written for one device, or replicas=N, for code written for "
-        "several (tf.distribute.MirroredStrategy), or both: N replicas, each with n micro-batches."
+        f"replicas={replicas} cannot be shared equally by the {workers} workers in TF_CONFIG, each of which takes part. "
+        f"Say replicas={' or '.join(shares)}, or mode='virtual' for one device of this worker alone."
+    )
+
+
+def devices_missing(replicas: int, there: str, workers: int, instead: str) -> ValueError:
+    needed = f"{replicas // workers} devices on each of {workers} workers" if workers > 1 else f"{replicas} devices"
+    return ValueError(
+        f"replicas={replicas} with mode='real' needs {needed}; TensorFlow sees {there} here. With mode='auto' that would be "
+        f"{instead}."
     )
 
 

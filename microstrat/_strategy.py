@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _explain, _extended, _keras, _tf, _whole
+from microstrat import _choose, _errors, _explain, _extended, _keras, _tf, _whole
 
 
 class MicroBatchStrategy(tf.distribute.Strategy):
@@ -207,14 +207,9 @@ class MicroBatchStrategy(tf.distribute.Strategy):
                 raise _errors.inside_replica_function(what)
 
     def __repr__(self) -> str:
-        replicas, micro_batches = self.num_replicas_in_sync, self.extended.micro_batches
-        if micro_batches == 1:
-            what = f"{replicas} virtual replicas"
-        else:
-            what = f"{micro_batches} micro-batches" + (
-                f" on each of {replicas} virtual replicas" if replicas > 1 else ""
-            )
-        return f"<MicroBatchStrategy: {what} on {self.extended.parameter_devices[0]}>"
+        kind = "GPU" if "GPU" in self.extended.parameter_devices[0] else "CPU"
+        choice = _choose.Choice(kind, 1, 1, self.num_replicas_in_sync, self.extended.micro_batches)
+        return f"<MicroBatchStrategy: {choice}>"
 
 
 def positive_int(argument: str, value: Any) -> int:
