@@ -140,7 +140,9 @@ def test_on_four_devices() -> None:
     lines = run(
         """
         for arguments in [{}, {"replicas": 2}, {"replicas": 4, "mode": "real"}, {"replicas": 3, "mode": "virtual"},
-                          {"micro_batches": 8}, {"replicas": 2, "device": "CPU:3"}]:
+                          {"micro_batches": 8}, {"replicas": 2, "device": "CPU:3"}, {"replicas": 8},
+                          {"replicas": 6, "micro_batches": 2}, {"replicas": 4, "dropout_masks": "independent"},
+                          {"replicas": 4, "micro_batches": 2, "batch_norm_statistics": "averaged"}]:
             strategy = microstrat.make_strategy(**arguments)
             print(strategy, isinstance(strategy, tf.distribute.MirroredStrategy), *total(strategy))
         """,
@@ -153,23 +155,35 @@ def test_on_four_devices() -> None:
         "<MicroBatchStrategy: 3 replicas = 1 CPU × 3 micro-batches> False 3 [6]",
         "<MicroBatchStrategy: 1 replica = 1 CPU, in 8 micro-batches> False 1 [1]",
         "<MicroBatchStrategy: 2 replicas = 1 CPU × 2 micro-batches> False 2 [3]",
+        "<MicroBatchStrategy: 8 replicas = 4 CPUs × 2 micro-batches> False 8 [36]",
+        "<MicroBatchStrategy: 6 replicas = 3 CPUs × 2 virtual replicas, each in 2 micro-batches> False 6 [21]",
+        # Options that MirroredStrategy does not have.
+        "<MicroBatchStrategy: 4 replicas = 4 CPUs> False 4 [10]",
+        "<MicroBatchStrategy: 4 replicas = 4 CPUs, each in 2 micro-batches> False 4 [10]",
     ]
 
 
-def test_two_workers() -> None:
+@pytest.mark.parametrize(
+    ("replicas", "printed"),
+    [
+        ("", "<MultiWorkerMirroredStrategy: 2 replicas = 2 workers × 1 CPU> 2 [3]"),
+        ("6", "<MicroBatchStrategy: 6 replicas = 2 workers × 1 CPU × 3 micro-batches> 6 [21]"),
+    ],
+)
+def test_two_workers(replicas: str, printed: str) -> None:
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         addresses = [f"127.0.0.1:{listening.getsockname()[1]}" for listening in (one, other)]
     workers = [
         start(
-            "strategy = microstrat.make_strategy()\nprint(strategy, *total(strategy))",
+            f"strategy = microstrat.make_strategy({replicas})\nprint(strategy, *total(strategy))",
             TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}),
         )
         for index in range(2)
     ]
     for worker in workers:
-        assert finish(worker) == ["<MultiWorkerMirroredStrategy: 2 replicas = 2 workers × 1 CPU> 2 [3]"]
+        assert finish(worker) == [printed]
 
 
 @pytest.mark.core
