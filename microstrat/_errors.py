@@ -478,6 +478,14 @@ def eager_batch_whole(function: str) -> str:
     )
 
 
+def optimizer_outside_run() -> str:
+    return (
+        "An optimizer stepped outside strategy.run, so its batch was not cut: it ran as one, and needed the memory of the "
+        "full batch. Give the training step to tf.distribute.get_strategy().run(train_step, args=(x, y)), inside a "
+        "tf.function; or use model.fit."
+    )
+
+
 def varying_write_outside(function: str, operation: str, where: str) -> RuntimeError:
     return RuntimeError(
         f"Replica function {function!r} writes a value that depends on the micro-batch to a variable that was not made "

@@ -179,10 +179,22 @@ def scope(
         yield strategy
 
 
+def is_for_one_device(replicas: int | None, micro_batches: int) -> bool:
+    """Whether these arguments of make_strategy, or the environment, mean code that knows nothing of replicas."""
+    replicas, micro_batches = _with_environment(replicas, micro_batches)
+    return micro_batches > 1 and replicas in (None, 1)
+
+
+def _with_environment(replicas: int | None, micro_batches: int) -> tuple[Any, Any]:
+    return (
+        _number_from_environment("MICROSTRAT_REPLICAS", replicas),
+        _number_from_environment("MICROSTRAT_MICRO_BATCHES", micro_batches),
+    )
+
+
 def _choose_here(replicas: int | None, micro_batches: int, mode: str, device: str | None) -> tuple[_choose.Choice, str]:
     """What is chosen on this machine for what the environment says, or else the code; and the mode."""
-    replicas = _number_from_environment("MICROSTRAT_REPLICAS", replicas)
-    micro_batches = _number_from_environment("MICROSTRAT_MICRO_BATCHES", micro_batches)
+    replicas, micro_batches = _with_environment(replicas, micro_batches)
     name, mode = ("MICROSTRAT_MODE", said) if (said := os.environ.get("MICROSTRAT_MODE")) else ("mode", mode)
     if mode not in _choose.MODES:
         raise _errors.bad_option(name, mode, _choose.MODES)

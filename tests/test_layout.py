@@ -10,9 +10,9 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / "microstrat"
 # Each may import those after it.
 LAYERS = [
-    "__init__", "_scope", "_strategy", "_explain", "_extended", "_inputs", "_loops", "_replay", "_lower", "_conditionals",
-    "_eager", "_trace", "_variables", "_whole", "_tracing", "_context", "_arguments", "_values", "_rows", "_lift",
-    "_real", "_degrees", "_kinds", "_plan", "_choose", "_keras", "_tf", "_patches", "_errors",
+    "__init__", "_virtualize", "_scope", "_strategy", "_explain", "_extended", "_inputs", "_loops", "_replay", "_lower",
+    "_conditionals", "_eager", "_trace", "_variables", "_whole", "_tracing", "_context", "_arguments", "_values", "_rows",
+    "_lift", "_real", "_degrees", "_kinds", "_plan", "_choose", "_keras", "_tf", "_patches", "_errors",
 ]  # fmt: skip
 
 
