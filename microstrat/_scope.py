@@ -179,6 +179,11 @@ def scope(
         yield strategy
 
 
+def has_made_any() -> bool:
+    """Whether make_strategy has made a strategy in this process."""
+    return bool(_logged)
+
+
 def is_for_one_device(replicas: int | None, micro_batches: int) -> bool:
     """Whether these arguments of make_strategy, or the environment, mean code that knows nothing of replicas."""
     replicas, micro_batches = _with_environment(replicas, micro_batches)

@@ -82,14 +82,13 @@ def virtualize(
         virtualization.stop()
 
 
-def virtualize_from_now_on(**options: Any) -> Virtualization:
+def virtualize_from_now_on(**options: Any) -> None:
     """`virtualize` for all that this process does, before TensorFlow has started."""
     virtualization = Virtualization(lambda: _scope.make_strategy(**options))
     virtualization.start()
     if _scope.is_for_one_device(options.get("replicas"), options.get("micro_batches", 1)):
         # Not yet: making it would start TensorFlow, and programs set devices and threads up first.
         _tf.when_started(lambda: tf.distribute.experimental_set_strategy(virtualization.strategy))
-    return virtualization
 
 
 class Virtualization:
@@ -109,10 +108,6 @@ class Virtualization:
 
     def stop(self) -> None:
         _active.remove(self)
-
-    @property
-    def is_used(self) -> bool:
-        return self._strategy is not None
 
     @property
     def strategy(self) -> Any:
