@@ -18,8 +18,12 @@ _PLAIN_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
 def _wrap(strategy: Any, element: Any) -> Any:
-    """One global batch as per-replica values; None and other non-tensors stay. If it is not cut, it stays plain tensors."""
+    """One global batch as per-replica values; None and other non-tensors stay. If it is not cut, it stays plain tensors.
+
+    Of several processes, each has its own part of the global batch, which tf.distribute may have cut for its devices.
+    """
     num_parts = strategy.extended.num_parts
+    element = tf.nest.map_structure(lambda value: _of_devices(num_parts, value), element)
     if num_parts == 1:
         return element
     rows: dict[str, int] = {}
@@ -36,9 +40,15 @@ def _wrap(strategy: Any, element: Any) -> Any:
     return tf.nest.pack_sequence_as(element, wrapped)
 
 
+def _of_devices(num_parts: int, value: Any) -> Any:
+    if isinstance(value, tf.distribute.DistributedValues) and not isinstance(value, _values.PerReplica):
+        return _values.DeviceRows(num_parts, value._values)  # noqa: SLF001 - tf.distribute's protocol
+    return value
+
+
 def _announce_uneven(strategy: Any, batch: Any) -> None:
     """Warns once of a batch that does not divide evenly over the replicas, when it comes."""
-    num_replicas, extended = strategy.num_replicas_in_sync, strategy.extended
+    num_replicas, extended = strategy.extended.replicas_here, strategy.extended
     first = next((part for part in tf.nest.flatten(batch) if isinstance(part, tf.Tensor) and part.shape.rank), None)
     if first is None or extended.has_announced(_UNEVEN):
         return
@@ -68,12 +78,13 @@ def _is_cut(spec: Any) -> bool:
 
 def _wrap_spec(strategy: Any, element_spec: Any) -> Any:
     num_parts, kind = strategy.extended.num_parts, strategy.extended.kind_of_cut
-    if num_parts == 1:
-        return element_spec
-    return tf.nest.map_structure(
-        lambda spec: _values.PerReplicaSpec(kind, num_parts, "", spec) if _is_cut(spec) else spec,
-        element_spec,
-    )
+
+    def wrapped(spec: Any) -> Any:
+        if isinstance(spec, _tf.PerReplicaSpec) and not isinstance(spec, _values.PerReplicaSpec):
+            return _values.PerReplicaSpec("device_rows", num_parts, "", *spec._value_specs)  # noqa: SLF001 - protocol
+        return _values.PerReplicaSpec(kind, num_parts, "", spec) if _is_cut(spec) else spec
+
+    return element_spec if num_parts == 1 else tf.nest.map_structure(wrapped, element_spec)
 
 
 class VirtualDistributedIterator(_tf.CompositeTensor, _tf.DistributedIteratorInterface):
@@ -199,7 +210,7 @@ class CallableIterator:
 
     def get_next(self, name: Any = None) -> Any:
         del name
-        values = [self._function() for _ in range(self._strategy.num_replicas_in_sync)]
+        values = [self._function() for _ in range(self._strategy.extended.replicas_here)]
         return values[0] if len(values) == 1 else _values.regroup(values, always_wrap=True)
 
     def initialize(self) -> list[tf.Operation]:
@@ -236,7 +247,8 @@ class VirtualDistributedDataset(_tf.DistributedDataset):
     def __init__(self, strategy: Any, source: Any):
         self._strategy = strategy
         self._source = source
-        _check_batched(strategy, source.element_spec)
+        if isinstance(source, tf.data.Dataset):
+            _check_batched(strategy, source.element_spec)
 
     @property
     def _type_spec(self) -> VirtualDistributedDatasetSpec:
@@ -250,7 +262,8 @@ class VirtualDistributedDataset(_tf.DistributedDataset):
     @property
     def cardinality(self) -> Any:
         """Number of global batches, as tf.data tells it."""
-        return self._source.cardinality()
+        cardinality = self._source.cardinality
+        return cardinality() if callable(cardinality) else cardinality
 
     def __len__(self) -> int:
         return len(self._source)
@@ -298,7 +311,13 @@ def distribute_dataset(strategy: Any, dataset: tf.data.Dataset, options: Any) ->
     """A dataset of global batches, each split over the replicas."""
     if _replication_mode(options) is tf.distribute.InputReplicationMode.PER_REPLICA:
         raise _errors.cannot_place_per_replica()
-    return VirtualDistributedDataset(strategy, dataset)
+    real = strategy.extended.real
+    if real.workers == 1:
+        return VirtualDistributedDataset(strategy, dataset)
+    # tf.distribute shards the dataset, gives every process its rows of a batch, and agrees on where the data end.
+    _check_batched(strategy, dataset.element_spec)
+    on_host = tf.distribute.InputOptions(experimental_fetch_to_device=False)
+    return VirtualDistributedDataset(strategy, real.base.experimental_distribute_dataset(dataset, on_host))
 
 
 def distribute_from_function(
@@ -309,7 +328,7 @@ def distribute_from_function(
     With InputReplicationMode.PER_REPLICA, every replica has a pipeline of its own. Replicas that get no element at the end
     get an empty batch.
     """
-    num_replicas = strategy.num_replicas_in_sync
+    num_replicas = strategy.extended.replicas_here
     per_replica = _replication_mode(options) is tf.distribute.InputReplicationMode.PER_REPLICA
     datasets = _call_for_pipelines(strategy, dataset_fn, num_replicas if per_replica else 1)
     for dataset in datasets:
@@ -330,16 +349,17 @@ def distribute_from_function(
 def _call_for_pipelines(
     strategy: Any, function: Callable[[tf.distribute.InputContext], Any], pipelines: int
 ) -> list[Any]:
-    number = strategy.num_replicas_in_sync
+    number, real = strategy.num_replicas_in_sync, strategy.extended.real
+    first = real.worker * pipelines
     return [
-        function(tf.distribute.InputContext(pipelines, input_pipeline_id=pipeline, num_replicas_in_sync=number))
+        function(tf.distribute.InputContext(pipelines * real.workers, first + pipeline, num_replicas_in_sync=number))
         for pipeline in range(pipelines)
     ]
 
 
 def _in_groups(strategy: Any, dataset: tf.data.Dataset) -> tf.data.Dataset:
     """N consecutive elements of a dataset as one, of per-replica values."""
-    num_replicas = strategy.num_replicas_in_sync
+    num_replicas = strategy.extended.replicas_here
     if num_replicas == 1:
         return dataset
     specs = tf.nest.flatten(dataset.element_spec)

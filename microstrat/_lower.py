@@ -271,6 +271,17 @@ class _Emitter:
         _tf.add_function(self.outer, _tf.graph_to_function(name, self.inner, operations, inputs, outputs, control))
         return name
 
+    def _functions(self, suffix: str, operations: Sequence[tf.Operation], *rest: Any) -> list[str]:
+        """`_function` for each device: the same, but for the seeds of random draws, which would all be alike."""
+        seeded = [op for op in operations if _tf.is_seeded(op)] if len(self.devices) > 1 else []
+        if not seeded:
+            return [self._function(suffix, operations, *rest)] * len(self.devices)
+        names = []
+        for device in self.devices:
+            with _tf.other_seeds(seeded, device):
+                names.append(self._function(f"{suffix}_{device}", operations, *rest))
+        return names
+
     def _read_only(self, op: tf.Operation, inputs: Sequence[tf.Tensor], members: frozenset[int]) -> None:
         """Marks the resources that a stage only reads, so that it need not wait for other readers."""
         written = {resource for node in members for resource in self.graph.nodes[node].writes}
@@ -402,7 +413,7 @@ class _Emitter:
         body = [self.graph.operations[node] for node in sorted(self.sets[stage])] + [
             op for op in glue if op not in test
         ]
-        body_name = self._function(f"stage_{stage}_body", body, inputs, outputs, self._must_run(self.sets[stage]))
+        body_names = self._functions(f"stage_{stage}_body", body, inputs, outputs, self._must_run(self.sets[stage]))
         test_name = self._function(f"stage_{stage}_test", list(test), inputs, [condition])
         done = []
         for device in self.devices:
@@ -411,7 +422,7 @@ class _Emitter:
                 results = tf.raw_ops.While(
                     input=[variable.start() for variable in variables] + invariant,
                     cond=test_name,
-                    body=body_name,
+                    body=body_names[device],
                     output_shapes=[variable.shape for variable in variables] + [outer.shape for outer in invariant],
                     parallel_iterations=1,
                     name=f"{self.tracing.graph_name}_replicas",

@@ -593,6 +593,27 @@ def set_read_only_resources(op: tf.Operation, indices: Sequence[int]) -> None:
     )
 
 
+@contextlib.contextmanager
+def other_seeds(ops: Sequence[tf.Operation], number: int) -> Iterator[None]:
+    """Gives stateful random draws that have a seed the `number`-th of seeds of their own."""
+    before = [op.get_attr("seed2") for op in ops]
+
+    def seed(values: Sequence[int]) -> None:
+        for op, value in zip(ops, values, strict=True):
+            op._set_attr("seed2", _attr_value_pb2.AttrValue(i=value))
+
+    seed([value + (number << 32) for value in before])
+    try:
+        yield
+    finally:
+        seed(before)
+
+
+def is_seeded(op: tf.Operation) -> bool:
+    """Whether `op` is a stateful random draw that draws the same numbers whenever its program runs."""
+    return is_random(op) and bool(op.get_attr("seed") or op.get_attr("seed2"))
+
+
 def set_loop_attributes(op: tf.Operation, num_outputs: int) -> None:
     """The attribute that tf.while_loop leaves for its gradient and for SavedModel."""
     op._set_attr("_num_original_outputs", _attr_value_pb2.AttrValue(i=num_outputs))

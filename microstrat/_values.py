@@ -9,11 +9,13 @@ classes here are PerReplica values too, and `values` has N entries when somebody
     Concatenated N tensors of different lengths, joined along their first axis
     Uniform      one value that all replicas share
     Separate     N values, for those that fit nowhere else (SeparateRows: and are batches)
+    DeviceRows   a batch for each device; replica r's value is its share of its device's rows
     Symbolic     inside a trace: one tensor that stands for all replicas' values
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -581,6 +583,46 @@ class SeparateRows(Separate):
         return _last_with_rows(self.lengths_of_parts())
 
 
+class DeviceRows(SeparateRows):
+    """A batch that came to this process cut for its devices; each device's part is cut again, for its replicas."""
+
+    kind = "device_rows"
+
+    def __init__(self, num_replicas: int, batches: Sequence[Any]):
+        PerReplica.__init__(self, num_replicas)
+        self._batches = [BatchRows(num_replicas // len(batches), batch) for batch in batches]
+
+    @property
+    def _separate(self) -> tuple[Any, ...]:
+        return self._entries()
+
+    def parts(self) -> tuple[Any, ...]:
+        return tuple(own.batch for own in self._batches)
+
+    @classmethod
+    def from_parts(cls, num_replicas: int, parts: tuple[Any, ...]) -> DeviceRows:
+        return cls(num_replicas, parts)
+
+    @staticmethod
+    def replica_specs(num_replicas: int, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        each = num_replicas // len(parts)
+        return tuple(spec for part in parts for spec in BatchRows.replica_specs(each, (part,)))
+
+    @property
+    def _type_spec(self) -> PerReplicaSpec:
+        return self._spec(self.kind, *(tf.type_spec_from_value(part) for part in self.parts()))
+
+    def _entries(self) -> tuple[Any, ...]:
+        return tuple(entry for own in self._batches for entry in own._entries())  # noqa: SLF001 - this module's own class
+
+    def select(self, replica_id: Any) -> Any:
+        each = self.num_replicas // len(self._batches)
+        if isinstance(replica_id, int):
+            return self._batches[replica_id // each].select(replica_id % each)
+        cuts = [functools.partial(own.select, replica_id % each) for own in self._batches]
+        return tf.switch_case(replica_id // each, cuts)
+
+
 def _last_with_rows(lengths: tf.Tensor) -> tf.Tensor:
     """How many parts there are up to the last one that has rows, at least one."""
     return tf.maximum(tf.reduce_max(tf.where(lengths > 0, tf.range(1, tf.shape(lengths)[0] + 1), 0)), 1)
@@ -666,6 +708,7 @@ _KINDS: dict[str, Any] = {
     "uniform": Uniform,
     "separate": Separate,
     "separate_rows": SeparateRows,
+    "device_rows": DeviceRows,
 }
 
 
