@@ -98,10 +98,20 @@ def only_for_replicas(argument: str) -> ValueError:
     )
 
 
-def neither_replicas_nor_micro_batches() -> ValueError:
+def workers_share_unequally(replicas: int, workers: int) -> ValueError:
+    below = replicas // workers * workers
+    shares = [str(number) for number in (below, below + workers) if number]
     return ValueError(
-        "microstrat.scope needs micro_batches=n, for code written for one device, or replicas=N, for code written for "
-        "several (tf.distribute.MirroredStrategy), or both: N replicas, each with n micro-batches."
+        f"replicas={replicas} cannot be shared equally by the {workers} workers in TF_CONFIG, each of which takes part. "
+        f"Say replicas={' or '.join(shares)}, or mode='virtual' for one device of this worker alone."
+    )
+
+
+def devices_missing(replicas: int, there: str, workers: int, instead: str) -> ValueError:
+    needed = f"{replicas // workers} devices on each of {workers} workers" if workers > 1 else f"{replicas} devices"
+    return ValueError(
+        f"replicas={replicas} with mode='real' needs {needed}; TensorFlow sees {there} here. With mode='auto' that would be "
+        f"{instead}."
     )
 
 
@@ -465,6 +475,14 @@ def eager_batch_whole(function: str) -> str:
         f"strategy.run({function}) was called outside any tf.function, so the batch is not cut: it runs as one, and "
         "needs the memory of the full batch. Good for debugging; decorate the function that calls strategy.run with "
         "@tf.function (or don't compile with run_eagerly=True) to save memory."
+    )
+
+
+def optimizer_outside_run() -> str:
+    return (
+        "An optimizer stepped outside strategy.run, so its batch was not cut: it ran as one, and needed the memory of the "
+        "full batch. Give the training step to tf.distribute.get_strategy().run(train_step, args=(x, y)), inside a "
+        "tf.function; or use model.fit."
     )
 
 

@@ -488,6 +488,13 @@ class MicroBatchExtended(_tf.StrategyExtended):
     def _in_multi_worker_mode(self) -> bool:
         return self.real.workers > 1
 
+    def _use_merge_call(self) -> bool:
+        """Whether optimizers step in merge functions; outside `run`, one replica's do it as on one device."""
+        outside = self._number == 1 and tf.distribute.in_cross_replica_context() and _tracing.current_tracing() is None
+        if outside and self.micro_batches > 1 and _keras.optimizer_is_applying():
+            self.announce("outside run", _errors.optimizer_outside_run())
+        return not outside
+
     def _configure(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _explain, _extended, _keras, _real, _tf, _whole
+from microstrat import _choose, _errors, _explain, _extended, _keras, _real, _tf, _whole
 
 
 class MicroBatchStrategy(tf.distribute.Strategy):
@@ -101,7 +101,7 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         for argument, choices in _extended.CHOICES.items():
             if options[argument] not in choices:
                 raise _errors.bad_option(argument, options[argument], choices)
-            if num_replicas == 1 and whole and options[argument] != choices[0]:
+            if num_replicas == 1 and base is None and whole and options[argument] != choices[0]:
                 raise _errors.only_for_replicas(argument)
         extended = _extended.MicroBatchExtended(
             self,
@@ -205,14 +205,11 @@ class MicroBatchStrategy(tf.distribute.Strategy):
                 raise _errors.inside_replica_function(what)
 
     def __repr__(self) -> str:
-        replicas, micro_batches = self.num_replicas_in_sync, self.extended.micro_batches
-        if micro_batches == 1:
-            what = f"{replicas} virtual replicas"
-        else:
-            what = f"{micro_batches} micro-batches" + (
-                f" on each of {replicas} virtual replicas" if replicas > 1 else ""
-            )
-        return f"<MicroBatchStrategy: {what} on {self.extended.parameter_devices[0]}>"
+        real = self.extended.real
+        kind = "GPU" if "GPU" in real.devices[0] else "CPU"
+        virtual = self.num_replicas_in_sync // real.number
+        choice = _choose.Choice(kind, real.workers, len(real.devices), virtual, self.extended.micro_batches)
+        return f"<MicroBatchStrategy: {choice}>"
 
 
 def positive_int(argument: str, value: Any) -> int:

@@ -100,6 +100,28 @@ def _eager_context() -> Any:
     return _context.context()
 
 
+def when_started(act: Callable[[], None]) -> None:
+    """Calls `act` once, on this thread, as soon as TensorFlow has started or somebody asks for the current strategy.
+
+    Before, programs set up devices and threads; after, they make tensors and variables. Nothing public tells of it.
+    """
+    waiting = contextlib.ExitStack()
+
+    def acting(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            if tf.inside_function():
+                return result
+            waiting.close()
+            act()
+            return _distribute_lib._get_per_thread_mode() if stock.__name__ == "_get_default_replica_mode" else result
+
+        return call
+
+    waiting.enter_context(_patches.replaced(_context.Context, "ensure_initialized", acting))
+    waiting.enter_context(_patches.replaced(_distribute_lib, "_get_default_replica_mode", acting))
+
+
 def is_tf_function(fn: Any) -> bool:
     """Whether `fn` is a `tf.function`; tf.types.experimental.PolymorphicFunction alone does not promise `_clone`."""
     return isinstance(fn, _polymorphic_function.Function)

@@ -10,9 +10,10 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / "microstrat"
 # Each may import those after it.
 LAYERS = [
-    "__init__", "_scope", "_strategy", "_explain", "_extended", "_inputs", "_loops", "_replay", "_lower", "_conditionals",
-    "_eager", "_trace", "_variables", "_whole", "_tracing", "_context", "_arguments", "_values", "_rows", "_lift",
-    "_real", "_degrees", "_kinds", "_plan", "_keras", "_tf", "_patches", "_errors",
+    "__main__", "_child", "_cli", "__init__", "_virtualize", "_scope", "_strategy", "_explain", "_extended", "_inputs",
+    "_loops", "_replay", "_lower", "_conditionals", "_eager", "_trace", "_variables", "_whole", "_tracing", "_context",
+    "_arguments", "_values", "_rows", "_lift", "_real", "_degrees", "_kinds", "_plan", "_choose", "_keras", "_tf",
+    "_patches", "_errors",
 ]  # fmt: skip
 
 
@@ -43,6 +44,6 @@ def test_private_tensorflow_stays_behind_the_boundary(module: str) -> None:
     assert "__internal__" not in (PACKAGE / f"{module}.py").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("module", ["_errors", "_plan"])
+@pytest.mark.parametrize("module", ["__init__", "_choose", "_cli", "_errors", "_plan"])
 def test_pure_modules_import_no_tensorflow(module: str) -> None:
     assert not {name for name in imports(PACKAGE / f"{module}.py") if name.split(".")[0] in ("tensorflow", "keras")}

@@ -529,7 +529,6 @@ def test_collectives_without_meaning() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "needs micro_batches=n"),
         ({"micro_batches": 0}, "micro_batches must be a positive int"),
         ({"micro_batches": 2, "loss_reduction": "max"}, "loss_reduction must be 'mean'"),
         ({"replicas": 2, "loss_reduction": "sum"}, "loss_reduction is for semantics='whole_batch'"),
