@@ -11,6 +11,7 @@ from microstrat import _errors, _tf, _values
 
 _REPLICA_ID = _tf.CallTimeKey(("replica id",))
 _TURN = _tf.CallTimeKey(("turn",))
+_ROW = _tf.CallTimeKey(("row",))
 
 
 def enclosing_function(graph: Any, stop: Any = None) -> Any:
@@ -35,6 +36,10 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     def _own_turn(self) -> Any:
         """Which turn of the loop it is, in `_graph()`."""
+        return self._own_id()
+
+    def _own_row(self) -> Any:
+        """Which row of a variable with a value per replica is the replica's, in `_graph()`."""
         return self._own_id()
 
     def _reduce_flat(self, reduce_op: tf.distribute.ReduceOp, flat: list[Any]) -> list[Any]:
@@ -87,6 +92,11 @@ def live_turn() -> Any:
     return _live(lambda context: context._own_turn(), live_turn, _TURN)  # noqa: SLF001 - this module's own class
 
 
+def live_row() -> Any:
+    """Which row of a variable with a value per replica is the current replica's, as a tensor of the current graph."""
+    return _live(lambda context: context._own_row(), live_row, _ROW)  # noqa: SLF001 - this module's own class
+
+
 def _live(get: Callable[[ReplicaContext], Any], again: Callable[[], Any], key: _tf.CallTimeKey) -> Any:
     context = tf.distribute.get_replica_context()
     if not isinstance(context, ReplicaContext):
@@ -116,6 +126,9 @@ class SymbolicReplicaContext(ReplicaContext):
 
     def _own_turn(self) -> Any:
         return self.tracing.turn
+
+    def _own_row(self) -> Any:
+        return self.tracing.row
 
     @property
     def devices(self) -> tuple[str, ...]:

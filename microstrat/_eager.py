@@ -25,7 +25,8 @@ class EagerReplicaContext(_context.ReplicaContext):
     """The context of one replica that runs for itself."""
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id: int, replica: _Replica | None):
-        super().__init__(strategy, replica_id_in_sync_group=replica_id)
+        extended = strategy.extended
+        super().__init__(strategy, replica_id_in_sync_group=extended._get_replica_id_in_sync_group(replica_id))  # noqa: SLF001
         self._number = replica_id
         self._replica = replica
 
@@ -33,12 +34,15 @@ class EagerReplicaContext(_context.ReplicaContext):
         return None
 
     def _own_id(self) -> tf.Tensor:
+        return tf.constant(self.strategy.extended._get_replica_id_in_sync_group(self._number))  # noqa: SLF001
+
+    def _own_row(self) -> tf.Tensor:
         return tf.constant(self._number)
 
     def will_use_handle(self, variable: Any) -> None:
         """Notes that the replica may write `variable` through its handle."""
         if self._replica is not None:
-            self._replica.registers.touch(variable, self.num_replicas_in_sync, self._number)
+            self._replica.registers.touch(variable, self.strategy.extended.replicas_here, self._number)
 
     def _meet(self, request: _Request) -> Any:
         if not tf.executing_eagerly():
@@ -234,12 +238,13 @@ def _share_variables(made: list[Any], number: int) -> Callable[..., Any]:
     return creator
 
 
-def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Any:
-    """Runs `fn` for every replica and returns the regrouped results."""
+def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs `fn` for every replica of this process and returns the regrouped results."""
+    extended = strategy.extended
     if strategy.num_replicas_in_sync == 1:
-        with EagerReplicaContext(strategy, 0, None), tf.device(device):
+        with EagerReplicaContext(strategy, 0, None), tf.device(extended.device_of(0)):
             return fn(*_values.select_replica(tuple(args), 0), **_values.select_replica(kwargs, 0))
-    turns = _arguments.turns((tuple(args), kwargs), strategy.num_replicas_in_sync)
+    turns = _arguments.turns((tuple(args), kwargs), extended.replicas_here)
     number = int(turns.running)
     made: list[Any] = []
     registers = _Registers()
@@ -250,7 +255,7 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
             fn,
             _values.select_replica(tuple(args), replica),
             _values.select_replica(kwargs, replica),
-            device,
+            extended.device_of(replica),
             made,
             registers,
         )
@@ -265,10 +270,10 @@ def run(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
             replica.abandon()
             replica.join()
     registers.finish()
-    for variable in strategy.extended.local_variables():
+    for variable in extended.local_variables():
         variable.follow_replica_0()
     rows = [] if turns.rows is None else [int(turns.rows_of_turn(tf.constant(replica))) for replica in range(number)]
-    return _values.regroup([replica.result for replica in replicas], number=strategy.num_replicas_in_sync, rows=rows)
+    return _values.regroup([replica.result for replica in replicas], number=extended.replicas_here, rows=rows)
 
 
 def _drive(strategy: Any, replicas: list[_Replica]) -> None:

@@ -21,6 +21,20 @@ def bad_number(argument: str, value: Any) -> ValueError:
     )
 
 
+def bad_base(base: Any) -> TypeError:
+    return TypeError(
+        "base must be a tf.distribute.MirroredStrategy or MultiWorkerMirroredStrategy: its devices are then real replicas, "
+        f"with virtual ones on each. Got {base!r}. Without base=, everything runs on one device."
+    )
+
+
+def base_and_device(base: Any, device: str) -> ValueError:
+    return ValueError(
+        f"device={device!r} and base={base!r} exclude each other: with base=, replicas run on the base's devices. Leave "
+        "device= out, or give the base the devices you want."
+    )
+
+
 def no_such_device(device: str, devices: list[str]) -> ValueError:
     return ValueError(f"There is no device {device!r} here. TensorFlow sees: {', '.join(devices)}.")
 

@@ -19,6 +19,7 @@ from microstrat import (
     _inputs,
     _keras,
     _loops,
+    _real,
     _replay,
     _tf,
     _trace,
@@ -49,8 +50,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
     def __init__(
         self,
         container_strategy: Any,
-        num_replicas: int,
-        device: str,
+        virtual_replicas: int,
+        real: _real.Real,
         *,
         micro_batches: int,
         loss_reduction: str,
@@ -58,16 +59,19 @@ class MicroBatchExtended(_tf.StrategyExtended):
         dropout_masks: str,
     ):
         super().__init__(container_strategy)
-        self._number = num_replicas
+        self.real = real
+        self.replicas_here = virtual_replicas * len(real.devices)
+        self._virtual = virtual_replicas
+        self._number = virtual_replicas * real.number
         self.micro_batches = micro_batches
         self.loss_reduction = loss_reduction
         self.averages_batch_norm = batch_norm_statistics == "averaged"
         self.draws_independently = dropout_masks == "independent"
         self._announced: set[str] = set()
-        self._device = _tf.canonicalize_device(device)
+        self._device = real.devices[0]
         self._host = _tf.host_for_device(self._device)
-        # Nested tf.functions are shared by all replicas: they look their replica up when they run.
-        self._retrace_functions_for_each_device = False
+        # Nested tf.functions are shared by all replicas of a device: they look their replica up when they run.
+        self._retrace_functions_for_each_device = len(real.devices) > 1
         self._functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._owners: dict[int, Any] = {}
         self._local: list[Any] = []
@@ -85,14 +89,16 @@ class MicroBatchExtended(_tf.StrategyExtended):
             if self.micro_batches > 1:
                 self.announce("eager", _errors.eager_batch_whole(_trace.name_of(fn)))
                 args, kwargs = _arguments.whole_values((tuple(args), kwargs), self._number)
-            return _eager.run(strategy, fn, args, kwargs, self._device)
+            return _eager.run(strategy, fn, args, kwargs)
         if self._number == 1:
             return self._run_micro_batches(fn, args, kwargs)
         if self.micro_batches > 1:
             fn = self._in_micro_batches(fn, (tuple(args), kwargs))
-        number = _arguments.turns((tuple(args), kwargs), self._number)
-        make_tracing = functools.partial(_tracing.Tracing, strategy, turns=number, run_loop=self._run_loop)
-        return _replay.run(strategy, make_tracing, fn, args, kwargs, self._device)
+        number = _arguments.turns((tuple(args), kwargs), self.replicas_here)
+        make_tracing = functools.partial(
+            _tracing.Tracing, strategy, turns=number, run_loop=self._run_loop, real=self.real
+        )
+        return _replay.run(strategy, make_tracing, fn, args, kwargs, self.real.scope)
 
     def _in_micro_batches(self, fn: Callable[..., Any], structure: Any) -> Callable[..., Any]:
         """`fn`, to be run by each replica on its part of `structure`, in micro-batches."""
@@ -125,10 +131,14 @@ class MicroBatchExtended(_tf.StrategyExtended):
             loss_reduction=self.loss_reduction,
             around=_tracing.current_tracing(),
         )
-        return _replay.run(strategy, make_tracing, fn, args, kwargs, self._device)
+        return _replay.run(strategy, make_tracing, fn, args, kwargs, self.real.scope)
 
     def _run_loop(self, *args: Any, **options: Any) -> Any:
-        return _loops.run(*args, **options, device=self._device)
+        return _loops.run(*args, **options, device=self.real.scope)
+
+    def device_of(self, replica: int) -> str:
+        """The device of a replica of this process."""
+        return self.real.devices[replica // self._virtual]
 
     def announce(self, subject: str, message: str) -> None:
         """Warns, once for each subject."""
@@ -142,7 +152,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
     @property
     def num_parts(self) -> int:
         """How many parts a batch of a distributed dataset is cut into first: one a replica, else one a micro-batch."""
-        return self._number if self._number > 1 else self.micro_batches
+        return self.replicas_here if self._number > 1 else self.micro_batches
 
     @property
     def kind_of_cut(self) -> str:
@@ -204,22 +214,31 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if on_read:
             cls = _variables.VirtualSyncOnReadVariable
             kwargs["initial_value"] = _variables.tile_initial_value(
-                kwargs["initial_value"], kwargs.get("dtype"), self._number
+                kwargs["initial_value"], kwargs.get("dtype"), self._virtual
             )
             if kwargs.get("shape") is not None:
-                kwargs["shape"] = tf.TensorShape([self._number]).concatenate(kwargs["shape"])
-        with _tracing.outside_trace(), tf.device(device or self._device), _tf.stop_recording():
-            component = next_creator(**kwargs)
-        variable = cls(self._container_strategy(), (component,), aggregation)
-        self._owners[id(component.handle)] = weakref.ref(variable)
+                kwargs["shape"] = tf.TensorShape([self._virtual]).concatenate(kwargs["shape"])
+        with _tracing.outside_trace(), _tf.stop_recording():
+            if self.real.base is not None:
+                components = _tf.components(self.real.base, next_creator, **kwargs)
+            else:
+                with tf.device(device or self._device):
+                    components = (next_creator(**kwargs),)
+        variable = cls(self._container_strategy(), components, aggregation)
+        self.own(variable, components)
         return variable
+
+    def own(self, variable: Any, components: Sequence[Any]) -> None:
+        """Notes whose the handles of some variables are."""
+        for component in components:
+            self._owners[id(component.handle)] = weakref.ref(variable)
 
     def became_local(self, variable: Any, tracing: _tracing.Tracing | None) -> None:
         """Notes that a variable has got a value per replica because of a trace.
 
         Functions traced before took it for a shared one; they are traced again the next time they are called.
         """
-        self._owners[id(variable.rows.handle)] = weakref.ref(variable)
+        self.own(variable, variable.rows.parts)
         self._local.append(weakref.ref(variable))
         active = [] if tracing is None else tracing.functions
         unfinished = []
@@ -246,9 +265,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         """This strategy's variable behind a resource handle, or None."""
         reference = self._owners.get(id(handle))
         variable = reference() if reference is not None else None
-        if variable is None or (variable.primary.handle is not handle and not variable.handle_is_rows(handle)):
-            return None
-        return variable
+        return variable if variable is not None and variable.is_handle(handle) else None
 
     def _check_owned(self, variable: Any, what: str) -> None:
         owner = getattr(variable, "distribute_strategy", None)
@@ -269,11 +286,15 @@ class MicroBatchExtended(_tf.StrategyExtended):
                 raise _errors.varying_write(var.name, None, "extended.update", "")
             var.ensure_rows()
         if var.rows is None:
-            return self._update_once(lambda *a, **k: fn(self._component(var, 0), *a, **k), args, kwargs, group)
+            results = [
+                self._update_once(functools.partial(fn, self._component(var, replica)), args, kwargs, group, replica)
+                for replica in range(0, self.replicas_here, self._virtual)
+            ]
+            return results[0]
         results = []
-        for replica in range(self._number):
+        for replica in range(self.replicas_here):
             own_args, own_kwargs = _values.select_replica((tuple(args), kwargs), replica)
-            with tf.device(self._device), _tf.UpdateContext(replica):
+            with tf.device(self.device_of(replica)), _tf.UpdateContext(replica):
                 result = fn(self._component(var, replica), *own_args, **own_kwargs)
             results.append(tf.nest.map_structure(_variables.read_view, result))
         if var.has_primary:
@@ -287,11 +308,13 @@ class MicroBatchExtended(_tf.StrategyExtended):
         del colocate_with
         return self._update_once(fn, args, kwargs, group)
 
-    def _update_once(self, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """All replicas share the variable, so an update runs once; varying arguments stay varying and are refused later."""
+    def _update_once(self, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool, replica: int = 0) -> Any:
+        """All replicas of a device share the variable, so an update runs once there; varying arguments stay varying and are
+        refused later."""
         args, kwargs = tf.nest.map_structure(_written_everywhere, (tuple(args), kwargs))
-        args, kwargs = _values.select_replica((args, kwargs), 0)
-        with tf.device(self._device), _tf.UpdateContext(0):
+        args, kwargs = _values.select_replica((args, kwargs), replica)
+        device = self.real.scope if _tracing.current_tracing() is not None else self.device_of(replica)
+        with tf.device(device), _tf.UpdateContext(replica):
             result = fn(*args, **kwargs)
         if group and isinstance(result, _tf.ResourceVariable) and _tracing.current_tracing() is not None:
             result = result.read_value()  # the value after this write, not after later ones
@@ -300,7 +323,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
     def _copies(self, value: Any) -> tuple[Any, ...]:
         """What every replica's component gave, where the one component of a variable has given `value`."""
         alone = isinstance(value, _tf.ResourceVariable) and not isinstance(value, _tf.DistributedVariable)
-        return (value,) * self._number if alone else self._local_results(value)
+        return (value,) * self.replicas_here if alone else self._local_results(value)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         return tf.distribute.get_replica_context().all_reduce(reduce_op, value, options)
@@ -320,8 +343,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if isinstance(val, _tf.ResourceVariable):
             return (val,)
         if tf.nest.is_nested(val):
-            return tuple(_values.select_replica(val, replica) for replica in range(self._number))
-        return (val,) * self._number
+            return tuple(_values.select_replica(val, replica) for replica in range(self.replicas_here))
+        return (val,) * self.replicas_here
 
     def _reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
         return self._reduce_to(reduce_op, value, self._device, None)
@@ -341,17 +364,29 @@ class MicroBatchExtended(_tf.StrategyExtended):
                 if is_sum and self._number > 1:
                     raise _errors.reduce_mirrored_sum(value.name)
                 return value._get_cross_replica()  # noqa: SLF001 - this package's own class
-            total = tf.reduce_sum(value.rows.read_value(), axis=0)
+            total = self.real.sum_of_workers(tf.reduce_sum(value.rows.read_value(), axis=0))
             return total if is_sum else total / self._number
         if isinstance(value, tf.distribute.DistributedValues):
             per_replica = value if isinstance(value, _values.PerReplica) else _values.Separate(value._values)  # noqa: SLF001
             with tf.device(self._host if isinstance(value, _values.BatchRows) else None):
-                return per_replica.reduce_sum() if is_sum else per_replica.reduce_mean()
+                return self._reduce_here(per_replica, is_sum)
         if value is None or not is_sum or self._number == 1:
             return value
         if isinstance(value, tf.Tensor | tf.IndexedSlices):
             raise _errors.reduce_plain_value(value)
         return _values.scale_by_replicas(value, self._number)
+
+    def _reduce_here(self, value: _values.PerReplica, is_sum: bool) -> Any:
+        """Sum or mean of per-replica values, over all processes."""
+        if self.real.workers == 1:
+            return value.reduce_sum() if is_sum else value.reduce_mean()
+        if is_sum:
+            return self.real.sum_of_workers(value.reduce_sum())
+        weight = tf.constant(value.num_replicas, tf.float64) if value.weights is None else tf.reduce_sum(value.weights)
+        share = weight / self.real.sum_of_workers(weight)
+        return tf.nest.map_structure(
+            lambda mean: self.real.sum_of_workers(mean * tf.cast(share, mean.dtype)), value.reduce_mean()
+        )
 
     @property
     def reduces_axes_itself(self) -> bool:
@@ -388,7 +423,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             per_replica = (
                 value if isinstance(value, _values.PerReplica) else _values.Separate(self._local_results(value))
             )
-            return per_replica.gather(axis)
+            return self.real.gather_of_workers(per_replica.gather(axis), axis)
         return value
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -411,8 +446,11 @@ class MicroBatchExtended(_tf.StrategyExtended):
         return _inputs.iterator_from_function(self._container_strategy(), input_fn)
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
-        contexts = [tf.distribute.experimental.ValueContext(replica, self._number) for replica in range(self._number)]
-        values = [value_fn(context) for context in contexts]
+        first = self.real.worker * self.replicas_here
+        values = [
+            value_fn(tf.distribute.experimental.ValueContext(first + replica, self._number))
+            for replica in range(self.replicas_here)
+        ]
         return values[0] if self._number == 1 else _values.regroup(values, always_wrap=True)
 
     def _experimental_make_numpy_dataset(self, numpy_input: Any, session: Any) -> tf.data.Dataset:
@@ -426,42 +464,45 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The one device, N times: TensorFlow's helpers take the length for the number of replicas."""
-        return (self._device,) * self._number
+        """Each device as often as it has replicas: TensorFlow's helpers take the length for the number of replicas."""
+        return tuple(self.device_of(replica) for replica in range(self.replicas_here))
 
     @property
     def worker_devices_by_replica(self) -> list[list[str]]:
-        return [[self._device] for _ in range(self._number)]
+        return [[device] for device in self.worker_devices]
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        return (self._device,)
+        return self.real.devices
 
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
         del var_list
-        return (self._device,)
+        return self.real.devices
 
     def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> Any:
-        return replica_id_in_sync_group
+        return replica_id_in_sync_group - self.real.worker * self.replicas_here
 
     def _get_replica_id_in_sync_group(self, replica_id: Any) -> Any:
-        return replica_id
+        return replica_id + self.real.worker * self.replicas_here
 
     def _in_multi_worker_mode(self) -> bool:
-        return False
+        return self.real.workers > 1
 
     def _configure(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
+
+    def _of_base(self, name: str, alone: bool) -> bool:
+        return alone if self.real.base is None else getattr(self.real.base.extended, name)
 
     def _update_config_proto(self, config_proto: Any) -> Any:
         updated = copy.deepcopy(config_proto)
         updated.isolate_session_state = True
         return updated
 
-    experimental_between_graph = property(lambda self: False)
-    experimental_should_init = property(lambda self: True)
-    should_checkpoint = property(lambda self: True)
-    should_save_summary = property(lambda self: True)
+    experimental_between_graph = property(lambda self: self._of_base("experimental_between_graph", False))
+    experimental_should_init = property(lambda self: self._of_base("experimental_should_init", True))
+    should_checkpoint = property(lambda self: self._of_base("should_checkpoint", True))
+    should_save_summary = property(lambda self: self._of_base("should_save_summary", True))
     _global_batch_size = property(lambda self: True)
     _support_per_replica_values = property(lambda self: True)
-    _num_gpus_per_worker = property(lambda self: int("GPU" in self._device))
+    _num_gpus_per_worker = property(lambda self: sum("GPU" in device for device in self.real.devices))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -131,17 +132,17 @@ class _LoopVariable:
 
     Attributes:
       inner: where it enters the body.
-      start: what it is before the first replica.
+      start: makes what it is before the first replica, on the current device.
       after: where it leaves the body.
       shape: what is known of its shape in all iterations.
-      finish: takes the value after the last replica.
+      finish: takes the value after the last replica of a device, with the device's index.
     """
 
     inner: tf.Tensor
-    start: tf.Tensor
+    start: Callable[[], tf.Tensor]
     after: tf.Tensor
     shape: tf.TensorShape
-    finish: Callable[[tf.Tensor], None]
+    finish: Callable[[tf.Tensor, int], None]
 
 
 class _Emitter:
@@ -155,9 +156,11 @@ class _Emitter:
         self.device = device
         self.turn = trace.tracing.turn
         self.name = f"{trace.tracing.graph_name}_{next(_counter)}"
-        # Tensors of the trace that exist in the outer graph by now, and tensor lists of those that vary.
-        self.env: dict[Key, tf.Tensor] = {}
-        self.lists: dict[Key, tf.Tensor] = {}
+        self.real = trace.tracing.real
+        self.devices = range(len(self.real.devices))
+        # For every device, tensors of the trace that exist in the outer graph by now, and tensor lists of those that vary.
+        self.env: list[dict[Key, tf.Tensor]] = [{} for _ in self.devices]
+        self.lists: list[dict[Key, tf.Tensor]] = [{} for _ in self.devices]
         self.previous: list[tf.Operation] = []
         self._around: list[bool] | None = None
 
@@ -246,11 +249,22 @@ class _Emitter:
     def _must_run(self, members: frozenset[int]) -> list[tf.Operation]:
         return [self.graph.operations[index] for index in members if self.graph.nodes[index].must_finish]
 
-    def _outside(self, key: Key) -> tf.Tensor:
-        """A uniform tensor of the trace, in the outer graph."""
+    def _outside(self, key: Key, device: int = 0) -> tf.Tensor:
+        """A uniform tensor of the trace, in the outer graph, as a device has it."""
         if key[0] == self.graph.ids[self.turn.op]:
             return tf.constant(0)  # only with a single turn
-        return self.env[key] if key in self.env else self.captured[key]
+        if self.tracing.before is not None and key[0] == self.graph.ids[self.tracing.before.op]:
+            return tf.constant(device * self.tracing.laps)
+        if key in self.env[device]:
+            return self.env[device][key]
+        outer = self.captured[key]
+        if device and outer.dtype == tf.resource:
+            owner = self.tracing.strategy.extended.owner_of(outer) or self.tracing.lent.get(id(outer))
+            return outer if owner is None else owner.handle_on(outer, device)
+        return outer
+
+    def _on(self, device: int) -> Any:
+        return tf.device(self.real.devices[device] if len(self.devices) > 1 else None)
 
     def _function(self, suffix: str, operations: Any, inputs: Any, outputs: Any, control: Any = ()) -> str:
         name = f"microstrat_{self.name}_{suffix}"
@@ -268,17 +282,21 @@ class _Emitter:
         _tf.set_read_only_resources(op, indices)
 
     def _emit_uniform(self, stage: int, wanted: list[Key]) -> None:
-        groups = self._groups(self.sets[stage])
+        if self.tracing.around is not None:
+            groups = self._groups(self.sets[stage], self._varies_around)
+        elif len(self.devices) > 1:
+            groups = self._groups(self.sets[stage], self._happens_once)
+        else:
+            groups = [self.sets[stage]]
         for position, members in enumerate(groups):
             later = [key for group in groups[position + 1 :] for key in self._external_keys(group)]
             outputs = [key for key in dict.fromkeys([*wanted, *later]) if key[0] in members]
             suffix = f"stage_{stage}" if len(groups) == 1 else f"stage_{stage}_{position}"
-            self._emit_call(suffix, members, outputs)
+            once = len(self.devices) > 1 and any(self._happens_once(node) for node in members)
+            self._emit_call(suffix, members, outputs, once=once)
 
-    def _groups(self, members: frozenset[int]) -> list[frozenset[int]]:
-        """A stage in pieces that are the same for all replicas around, or different: one call must not be both."""
-        if self.tracing.around is None:
-            return [members]
+    def _groups(self, members: frozenset[int], belongs: Callable[[int], bool]) -> list[frozenset[int]]:
+        """A stage in pieces: a node belongs to an odd one, or to an even one. One call must not be both."""
         place: dict[int, int] = {}
         for node in _plan.topological_order(
             self.graph.nodes, [index in members for index in range(len(self.graph.nodes))]
@@ -289,11 +307,19 @@ class _Emitter:
                 if other in place
             ]
             earliest = max(before, default=0)
-            place[node] = earliest + (earliest % 2 != self._varies_around(node))
+            place[node] = earliest + (earliest % 2 != belongs(node))
         groups: dict[int, set[int]] = {}
         for node, at in place.items():
             groups.setdefault(at, set()).add(node)
         return [frozenset(groups[at]) for at in sorted(groups)]
+
+    def _happens_once(self, node: int) -> bool:
+        """Whether an operation of a uniform stage is for one device to do: it draws, prints, or writes what all share."""
+        if not self.graph.nodes[node].effect:
+            return False
+        written = self.graph.written(self.graph.operations[node])
+        owner_of = self.tracing.strategy.extended.owner_of
+        return not any(owner_of(handle) is not None for handle in written)
 
     def _varies_around(self, node: int) -> bool:
         around = self.tracing.around
@@ -309,22 +335,28 @@ class _Emitter:
             self._around = _plan.find_varying(nodes)
         return self._around[node]
 
-    def _emit_call(self, suffix: str, members: frozenset[int], wanted: list[Key]) -> None:
+    def _emit_call(self, suffix: str, members: frozenset[int], wanted: list[Key], *, once: bool) -> None:
         operations = [self.graph.operations[node] for node in sorted(members)]
         keys = self._external_keys(members)
         inputs = [self.tensor(key) for key in keys]
         outputs = [self.tensor(key) for key in wanted]
         name = self._function(suffix, operations, inputs, outputs, self._must_run(members))
-        with tf.control_dependencies(self.previous):
-            results = tf.raw_ops.StatefulPartitionedCall(
-                args=[self._outside(key) for key in keys], Tout=[tensor.dtype for tensor in outputs], f=name
-            )
-        op = results[0].op if outputs else results
-        self._read_only(op, inputs, members)
-        self.previous = [op]
-        for key, inner, result in zip(wanted, outputs, results if outputs else (), strict=True):
-            result.set_shape(inner.shape)
-            self.env[key] = result
+        done = []
+        for device in self.devices[:1] if once else self.devices:
+            with self._on(device), tf.control_dependencies(self.previous):
+                results = tf.raw_ops.StatefulPartitionedCall(
+                    args=[self._outside(key, device) for key in keys], Tout=[tensor.dtype for tensor in outputs], f=name
+                )
+            op = results[0].op if outputs else results
+            self._read_only(op, inputs, members)
+            done.append(op)
+            for key, inner, result in zip(wanted, outputs, results if outputs else (), strict=True):
+                result.set_shape(inner.shape)
+                self.env[device][key] = result
+        self.previous = done
+        if once:
+            for device in self.devices[1:]:
+                self.env[device] |= {key: self.env[0][key] for key in wanted}
 
     def _cross_borders(self, stage: int) -> None:
         """Leaves a collective between the replicas around to their trace."""
@@ -336,7 +368,7 @@ class _Emitter:
                 assert around is not None
                 result = around.collect(over, self._outside(self.key(marker.inputs[0])))
                 result.set_shape(marker.outputs[0].shape)
-                self.env[self.key(marker.outputs[0])] = result
+                self.env[0][self.key(marker.outputs[0])] = result
 
     def _emit_loop(self, stage: int, wanted: list[Key], stacked: set[Key]) -> None:
         markers = [self.graph.operations[node] for node in self.plan.collectives.get(stage, ())]
@@ -346,17 +378,22 @@ class _Emitter:
             return
         variables: list[_LoopVariable] = []
         before = len(self.inner.get_operations())
+        running = [self.turns.on_device(device, self.tracing.laps) for device in self.devices]
         with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
             following = self.turn + tf.constant(1)
-            variables.append(_LoopVariable(self.turn, self._const(0), following, tf.TensorShape([]), lambda _: None))
-            running = self.turns.running
-            limits = [] if isinstance(running, int) else [(tf.compat.v1.placeholder(tf.int32, []), running)]
-            condition = self.turn < (limits[0][0] if limits else running)
+            variables.append(
+                _LoopVariable(self.turn, lambda: self._const(0), following, tf.TensorShape([]), lambda *_: None)
+            )
+            fixed = isinstance(running[0], int) and len(set(running)) == 1
+            limit = None if fixed else tf.compat.v1.placeholder(tf.int32, [])
+            condition = self.turn < (running[0] if limit is None else limit)
             for marker in markers:
                 variables.append(self._collective_variable(marker))
             for key in kept:
                 variables.append(self._list_variable(key))
-            invariants = limits + self._invariants(stage)
+            invariants = self._invariants(stage)
+            if limit is not None:
+                invariants.insert(0, (limit, lambda device: tf.convert_to_tensor(running[device], tf.int32)))
         glue = list(itertools.islice(self.inner.get_operations(), before, None))
         glue = [op for op in glue if op.type != "Placeholder"]
         inputs = [variable.inner for variable in variables] + [inner for inner, _ in invariants]
@@ -367,23 +404,50 @@ class _Emitter:
         ]
         body_name = self._function(f"stage_{stage}_body", body, inputs, outputs, self._must_run(self.sets[stage]))
         test_name = self._function(f"stage_{stage}_test", list(test), inputs, [condition])
-        starts = [variable.start for variable in variables] + [outer for _, outer in invariants]
-        with tf.control_dependencies(self.previous):
-            results = tf.raw_ops.While(
-                input=starts,
-                cond=test_name,
-                body=body_name,
-                output_shapes=[variable.shape for variable in variables] + [outer.shape for _, outer in invariants],
-                parallel_iterations=1,
-                name=f"{self.tracing.graph_name}_replicas",
-            )
-        op = results[0].op
-        _tf.set_lowering(op)
-        _tf.set_loop_attributes(op, len(results))
-        self._read_only(op, inputs, self.sets[stage])
-        self.previous = [op]
-        for variable, result in zip(variables, results[: len(variables)], strict=True):
-            variable.finish(result)
+        done = []
+        for device in self.devices:
+            with self._on(device), tf.control_dependencies(self.previous):
+                invariant = [outside(device) for _, outside in invariants]
+                results = tf.raw_ops.While(
+                    input=[variable.start() for variable in variables] + invariant,
+                    cond=test_name,
+                    body=body_name,
+                    output_shapes=[variable.shape for variable in variables] + [outer.shape for outer in invariant],
+                    parallel_iterations=1,
+                    name=f"{self.tracing.graph_name}_replicas",
+                )
+                op = results[0].op
+                _tf.set_lowering(op)
+                _tf.set_loop_attributes(op, len(results))
+                self._read_only(op, inputs, self.sets[stage])
+                done.append(op)
+                for variable, result in zip(variables, results[: len(variables)], strict=True):
+                    variable.finish(result, device)
+        self.previous = done
+        if not self.real.alone:
+            self._meet(markers)
+
+    def _meet(self, markers: Sequence[tf.Operation]) -> None:
+        """Makes what the loops of all devices have come to the results of collectives."""
+        collected: dict[str, list[tf.Operation]] = {}
+        for marker in markers:
+            collected.setdefault(self.tracing.collectives[marker].kind, []).append(marker)
+        for kind, same in collected.items():
+            keys = [self.key(marker.outputs[0]) for marker in same]
+            parts = [[self.env[device][key] for device in self.devices] for key in keys]
+            if kind == "sum":
+                met = self.real.sums(parts)
+            elif kind == "first":
+                met = [self.real.first(values) for values in parts]
+            elif kind == "concat":
+                axes = [self.tracing.collectives[marker].axis for marker in same]
+                met = [self.real.concat(values, axis) for values, axis in zip(parts, axes, strict=True)]
+            else:
+                met = [self.real.extreme(kind, values) for values in parts]
+            for key, marker, values in zip(keys, same, met, strict=True):
+                for device, value in enumerate(values):
+                    value.set_shape(marker.outputs[0].shape)
+                    self.env[device][key] = value
 
     def _home_loop(self, key: Key) -> int:
         """The loop that computes a varying tensor; the replica id and other arguments exist in every loop."""
@@ -409,15 +473,18 @@ class _Emitter:
             after = (tf.maximum if collective.kind == "max" else tf.minimum)(accumulator, source)
         else:
             after = tf.raw_ops.SelectV2(condition=tf.equal(self.turn, 0), t=source, e=accumulator)
-        with self.outer.as_default():
-            # A scalar start suits any shape: the first sum or choice broadcasts it.
-            start = tf.zeros(shape if shape.is_fully_defined() else [], source.dtype)
-            if collective.kind in ("max", "min"):
-                start += source.dtype.min if collective.kind == "max" else source.dtype.max
 
-        def finish(result: tf.Tensor) -> None:
+        def start() -> tf.Tensor:
+            with self.outer.as_default():
+                # A scalar start suits any shape: the first sum or choice broadcasts it.
+                value = tf.zeros(shape if shape.is_fully_defined() else [], source.dtype)
+                if collective.kind in ("max", "min"):
+                    value += source.dtype.min if collective.kind == "max" else source.dtype.max
+                return value
+
+        def finish(result: tf.Tensor, device: int) -> None:
             result.set_shape(marker.outputs[0].shape)
-            self.env[key] = result
+            self.env[device][key] = result
 
         known = shape if shape.is_fully_defined() else _UNKNOWN_SHAPE
         return _LoopVariable(accumulator, start, after, known, finish)
@@ -429,38 +496,41 @@ class _Emitter:
         order = [axis, *(dim for dim in range(rank or 0) if dim != axis)]
         moved = tf.transpose(source, order) if axis else source
 
-        def finish(result: tf.Tensor) -> None:
-            joined = self._join(result, moved.dtype, moved.shape)
+        def finish(result: tf.Tensor, device: int) -> None:
+            joined = self._join(result, moved.dtype, moved.shape, device)
             if axis:
                 joined = tf.transpose(joined, [order.index(dim) for dim in range(len(order))])
             joined.set_shape(shape)
-            self.env[key] = joined
+            self.env[device][key] = joined
 
         return self._new_list(moved, finish)
 
     def _list_variable(self, key: Key) -> _LoopVariable:
-        def finish(result: tf.Tensor) -> None:
-            self.lists[key] = result
+        def finish(result: tf.Tensor, device: int) -> None:
+            self.lists[device][key] = result
 
         return self._new_list(self.tensor(key), finish)
 
-    def _new_list(self, element: tf.Tensor, finish: Callable[[tf.Tensor], None]) -> _LoopVariable:
+    def _new_list(self, element: tf.Tensor, finish: Callable[[tf.Tensor, int], None]) -> _LoopVariable:
         handle = tf.compat.v1.placeholder(tf.variant, [])
         after = tf.raw_ops.TensorListSetItem(input_handle=handle, index=self.turn, item=element)
-        with self.outer.as_default():
-            start = tf.raw_ops.TensorListReserve(
-                element_shape=_shape_tensor(element.shape),
-                num_elements=self.turns.most,
-                element_dtype=element.dtype,
-            )
+
+        def start() -> tf.Tensor:
+            with self.outer.as_default():
+                return tf.raw_ops.TensorListReserve(
+                    element_shape=_shape_tensor(element.shape),
+                    num_elements=self.tracing.laps,
+                    element_dtype=element.dtype,
+                )
+
         return _LoopVariable(handle, start, after, tf.TensorShape([]), finish)
 
-    def _join(self, handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
-        """The elements of a tensor list, concatenated along their first axis."""
+    def _join(self, handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape, device: int) -> tf.Tensor:
+        """The elements of a device's tensor list, concatenated along their first axis."""
         if shape.is_fully_defined():
             stacked = self._stack(handle, dtype, shape)
             if self.turns.happen() is not None:
-                stacked = stacked[: self.turns.running]
+                stacked = stacked[: self.turns.on_device(device, self.tracing.laps)]
             return tf.reshape(stacked, [-1, *shape[1:]])
         return self._concat(handle, dtype, shape).tensor
 
@@ -469,7 +539,7 @@ class _Emitter:
         return tf.raw_ops.TensorListConcatV2(
             input_handle=handle,
             element_shape=_shape_tensor(tf.TensorShape([None, *shape[1:]]) if shape.rank else shape),
-            leading_dims=tf.zeros([self.turns.most], tf.int64),
+            leading_dims=tf.zeros([self.tracing.laps], tf.int64),
             element_dtype=dtype,
         )
 
@@ -479,18 +549,19 @@ class _Emitter:
             input_handle=handle,
             element_shape=_shape_tensor(shape),
             element_dtype=dtype,
-            num_elements=self.turns.most,
+            num_elements=self.tracing.laps,
         )
-        stacked.set_shape([self.turns.most, *shape])
+        stacked.set_shape([self.tracing.laps, *shape])
         return stacked
 
-    def _invariants(self, stage: int) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """What a loop reads and does not change: (in the trace, in the outer graph). Carried values come as lists."""
-        found: list[tuple[tf.Tensor, tf.Tensor]] = []
+    def _invariants(self, stage: int) -> list[tuple[tf.Tensor, Callable[[int], tf.Tensor]]]:
+        """What a loop reads and does not change: in the trace, and on a device in the outer graph. Carried values come as
+        lists."""
+        found: list[tuple[tf.Tensor, Callable[[int], tf.Tensor]]] = []
         for key in self._external_keys(self.sets[stage]):
             if key[0] == self.graph.ids[self.turn.op]:
                 continue
-            if key in self.lists:
+            if key in self.lists[0]:
                 handle = tf.compat.v1.placeholder(tf.variant, [])
                 carried = self.tensor(key)
                 item = tf.raw_ops.TensorListGetItem(
@@ -505,9 +576,9 @@ class _Emitter:
                     for index, tensor in enumerate(op.inputs):
                         if tensor.op in self.graph.ids and self.key(tensor) == key:
                             _tf.update_input(op, index, item)
-                found.append((handle, self.lists[key]))
+                found.append((handle, lambda device, key=key: self.lists[device][key]))
             else:
-                found.append((self.tensor(key), self._outside(key)))
+                found.append((self.tensor(key), functools.partial(self._outside, key)))
         return found
 
     # --- Results ------------------------------------------------------------------------------------------------------
@@ -548,12 +619,16 @@ class _Emitter:
         (part,) = parts
         key, shape = self.key(part), part.shape
         if shape.is_fully_defined():
-            return _values.Stacked(most, self._stack(self.lists[key], part.dtype, shape))
+            stacks = [self._stack(lists[key], part.dtype, shape) for lists in self.lists]
+            return _values.Stacked(most, stacks[0] if len(stacks) == 1 else tf.concat(stacks, 0))
         if shape.rank and shape[1:].is_fully_defined():
-            joined = self._concat(self.lists[key], part.dtype, shape)
-            flat = joined.tensor
+            joined = [self._concat(lists[key], part.dtype, shape) for lists in self.lists]
+            flat, lengths = joined[0].tensor, joined[0].lengths
+            if len(joined) > 1:
+                flat = tf.concat([own.tensor for own in joined], 0)
+                lengths = tf.concat([own.lengths for own in joined], 0)
             flat.set_shape([None, *shape[1:]])
-            return self.tracing.concatenated(flat, tf.ensure_shape(joined.lengths, [most]))
+            return self.tracing.concatenated(flat, tf.ensure_shape(lengths, [most]))
         return _values.Separate([self._if_it_ran(turn, entry) for turn, entry in enumerate(self._separate(part))])
 
     def _if_it_ran(self, turn: int, entry: Any) -> Any:
@@ -571,16 +646,27 @@ class _Emitter:
             return [self._outside(self.key(part))] * most
         items = []
         for turn in range(most):
+            # A turn that never ran has the last one's value, and no weight.
+            ran = turn if isinstance(self.turns.running, int) else tf.minimum(turn, self.turns.running - 1)
             item = tf.raw_ops.TensorListGetItem(
-                input_handle=self.lists[self.key(part)],
-                # A turn that never ran has the last one's value, and no weight.
-                index=turn if isinstance(self.turns.running, int) else tf.minimum(turn, self.turns.running - 1),
+                input_handle=self._list_of(self.key(part), ran),
+                index=ran % self.tracing.laps,
                 element_shape=_shape_tensor(part.shape),
                 element_dtype=part.dtype,
             )
             item.set_shape(part.shape)
             items.append(item)
         return items
+
+    def _list_of(self, key: Key, turn: Any) -> tf.Tensor:
+        """The tensor list of the device whose turn it is."""
+        lists = [own[key] for own in self.lists]
+        if len(lists) == 1:
+            return lists[0]
+        device = turn // self.tracing.laps
+        if isinstance(device, int):
+            return lists[device]
+        return tf.switch_case(device, [functools.partial(tf.identity, own) for own in lists])
 
 
 def _shape_tensor(shape: tf.TensorShape) -> tf.Tensor:

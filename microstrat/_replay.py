@@ -84,7 +84,7 @@ class _Backward:
                     targets.append(target)
                     # What all replicas share is one value: replica 0's.
                     one = isinstance(seed, _values.Uniform)
-                    seeds.append(tf.where(tracing.turn == 0, upstream, tf.zeros_like(upstream)) if one else upstream)
+                    seeds.append(tf.where(tracing.part == 0, upstream, tf.zeros_like(upstream)) if one else upstream)
         gradients = tape.gradient(targets, [*self._used.variables, *tensors], output_gradients=seeds)
         self.connected = [gradient is not None for gradient in gradients]
         found = [gradient for gradient in gradients if gradient is not None]

@@ -34,6 +34,12 @@ class Turns:
         rows, share = tf.cast(self.rows, tf.int32), tf.cast(self.share, tf.int32)
         return tf.clip_by_value(rows - turn * share, 0, share)
 
+    def on_device(self, index: int, laps: int) -> Any:
+        """How many turns go round on one device, where each device has `laps` of them."""
+        if isinstance(self.running, int):
+            return min(max(self.running - index * laps, 0), laps)
+        return tf.clip_by_value(self.running - index * laps, 0, laps)
+
     def happen(self) -> tf.Tensor | None:
         """Float64 [most]: 1 for every turn that runs and 0 for the others; None if all run."""
         if isinstance(self.running, int) and self.running == self.most:

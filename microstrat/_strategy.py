@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _errors, _explain, _extended, _keras, _tf, _whole
+from microstrat import _errors, _explain, _extended, _keras, _real, _tf, _whole
 
 
 class MicroBatchStrategy(tf.distribute.Strategy):
@@ -96,8 +96,6 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         whole = semantics == "whole_batch"
         if not whole and (replicas is not None or loss_reduction != "mean"):
             raise _errors.only_for_whole_batch("replicas" if replicas is not None else "loss_reduction")
-        if base is not None:
-            raise _errors.not_yet("base (virtual replicas on top of real ones)")
         num_replicas = (1 if replicas is None else positive_int("replicas", replicas)) if whole else number
         options = {"batch_norm_statistics": batch_norm_statistics, "dropout_masks": dropout_masks}
         for argument, choices in _extended.CHOICES.items():
@@ -108,7 +106,7 @@ class MicroBatchStrategy(tf.distribute.Strategy):
         extended = _extended.MicroBatchExtended(
             self,
             num_replicas,
-            _existing_device(device),
+            _real.Real((_existing_device(device),)) if base is None else _real_replicas(base, device),
             micro_batches=number if whole else 1,
             loss_reduction=loss_reduction,
             **options,
@@ -232,7 +230,15 @@ def _existing_device(device: str | None) -> str:
     """The full name of the device asked for, or of the first GPU, or of the CPU."""
     devices = [known.name for known in tf.config.list_logical_devices()]
     if device is None:
-        return next((name for name in devices if "GPU" in name), "/CPU:0")
+        return _tf.canonicalize_device(next((name for name in devices if "GPU" in name), "/CPU:0"))
     if _tf.canonicalize_device(device) not in [_tf.canonicalize_device(name) for name in devices]:
         raise _errors.no_such_device(device, devices)
-    return device
+    return _tf.canonicalize_device(device)
+
+
+def _real_replicas(base: Any, device: str | None) -> _real.Real:
+    if not isinstance(base, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy):
+        raise _errors.bad_base(base)
+    if device is not None:
+        raise _errors.base_and_device(base, device)
+    return _real.of_base(base)

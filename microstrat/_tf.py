@@ -647,6 +647,34 @@ def with_gradient(
     return outputs
 
 
+# --- Strategies of real replicas ----------------------------------------------------------------------------------------
+def gather(strategy: Any, values: Sequence[tf.Tensor], axis: int) -> Any:
+    """The concatenation of all replicas' values, on every device; `strategy.gather` gives it to one device only."""
+    value = PerReplica(tuple(values))
+    with cross_replica_context(strategy):
+        return strategy.extended._gather_to(value, value, axis)
+
+
+def in_control_flow() -> bool:
+    """Whether the current graph is in a branch or loop, at any depth, of what is being traced."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    while isinstance(graph, FuncGraph):
+        if is_control_flow_graph(graph):
+            return True
+        graph = outer_graph(graph)
+    return False
+
+
+def worker_index(strategy: Any) -> int:
+    """Which of the strategy's processes this one is; a cluster resolver does not count the chief among the workers."""
+    return getattr(strategy.extended, "_id_in_cluster", 0)
+
+
+def components(strategy: Any, next_creator: Callable[..., Any], **kwargs: Any) -> tuple[Any, ...]:
+    """The components of a new variable of a strategy, one a device, equal on all of them; its scope would wrap them."""
+    return strategy.extended._create_variable(next_creator, **kwargs)._values
+
+
 # --- Variables --------------------------------------------------------------------------------------------------------
 def variable_creator_scope(creator: Callable[..., Any]) -> Any:
     return _variable_scope.variable_creator_scope(creator)  # the tf.* export rejects some distributed kwargs

@@ -125,7 +125,7 @@ def cut_arguments(tracing: _tracing.Tracing, structure: Any, device: str) -> Any
     """
     before = len(tracing.graph.get_operations())
     with tf.device(_tf.host_for_device(device)):
-        chosen = _values.select_replica(structure, tracing.turn)
+        chosen = _values.select_replica(structure, tracing.part)
     tracing.cuts.update(itertools.islice(tracing.graph.get_operations(), before, None))
     return chosen
 
@@ -235,7 +235,7 @@ class Graph:
     def colours(self) -> list[bool]:
         """For every node, whether it varies."""
         if self._colours is None:
-            once = self.tracing.turns.most == 1
+            once = self.tracing.single
             self._colours = [False] * len(self.nodes) if once else _plan.find_varying(self.nodes)
         return self._colours
 
@@ -287,7 +287,7 @@ class Graph:
         inputs = tuple(ids[tensor.op] for tensor in op.inputs)
         after = tuple(ids[before] for before in op.control_inputs)
         if op.type == "Placeholder":
-            return _plan.Node(varying=self.arguments.get(op, op is tracing.turn.op), argument=True, required=must)
+            return _plan.Node(varying=self.arguments.get(op, tracing.is_mark(op)), argument=True, required=must)
         if op in tracing.collectives:
             border = tracing.collectives[op].between_replicas
             return _plan.Node(inputs, after, collective=True, border=border, required=must)

@@ -12,9 +12,11 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from microstrat import _context, _errors, _keras, _kinds, _lift, _rows, _tf, _values
+from microstrat import _context, _errors, _keras, _kinds, _lift, _real, _rows, _tf, _values
 
 _thread = threading.local()
+ALONE = _real.Real(("",))
+"""Wherever it is traced for."""
 
 
 def current_tracing() -> Tracing | None:
@@ -44,9 +46,13 @@ class Tracing:
     Attributes:
       graph: the FuncGraph it runs in.
       outer: the graph that the result goes to.
-      turns: how often the loop goes round.
-      turn: int32 scalar placeholder, which time it is.
+      turns: how often the loop goes round, on all devices together.
+      turn: int32 scalar placeholder, which time it is, on its device.
+      before: int32 scalar placeholder, how many turns the devices before have; None if there is one device.
+      part: int32 scalar, which turn it is of all.
       replica_id: int32 scalar, the id of the replica whose turn it is.
+      row: int32 scalar, its row of a variable with a value per replica, among those on its device.
+      real: the devices.
       collectives: marker operation -> what it stands for. A marker passes its input through, so that the trace stays an
         ordinary graph; the lowering replaces it.
       cuts: operations that cut a replica's share out of an argument; cheap, so repeated rather than kept.
@@ -82,8 +88,10 @@ class Tracing:
         run_loop: Callable[..., Any],
         unfolded: frozenset[int] = frozenset(),
         around: Tracing | None = None,
+        real: _real.Real = ALONE,
     ):
         self.strategy = strategy
+        self.real = real
         self.run_loop = run_loop
         self.unfolded = unfolded
         self._loops = 0
@@ -105,11 +113,15 @@ class Tracing:
         self.kinds = _kinds.Kinds(self.graph)
         self.functions = _tf.functions_being_traced()
         self._varies: dict[tf.Operation, bool] = {}
+        self._running: tf.Tensor | None = None
         self.restart: str | None = None
         self.redirected: list[tuple[tf.Tensor, tf.Tensor]] = []
         with self.graph.as_default():
             self.turn = tf.compat.v1.placeholder(tf.int32, [], name="turn")
+            self.before = tf.compat.v1.placeholder(tf.int32, [], name="before") if len(real.devices) > 1 else None
+            self.part = self.turn if self.before is None else self.turn + self.before
             self.replica_id = self._replica_id()
+            self.row = self._row()
 
     def __enter__(self) -> Tracing:
         if not hasattr(_thread, "tracings"):
@@ -124,7 +136,20 @@ class Tracing:
     def num_replicas(self) -> int:
         return self.strategy.num_replicas_in_sync
 
+    @property
+    def laps(self) -> int:
+        """How often the loop goes round on one device, at most."""
+        return self.turns.most // len(self.real.devices)
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one turn in all."""
+        return self.turns.most == 1 and self.real.workers == 1
+
     def _replica_id(self) -> tf.Tensor:
+        return self.part + self.real.worker * self.turns.most if self.real.worker else self.part
+
+    def _row(self) -> tf.Tensor:
         return self.turn
 
     @contextlib.contextmanager
@@ -171,7 +196,7 @@ class Tracing:
     def active(self) -> Iterator[None]:
         """What else must be in force while the replica function runs."""
         with contextlib.ExitStack() as stack:
-            if self.turns.most > 1:
+            if not self.single:
                 stack.enter_context(keras_of_replicas(self.strategy, self.function_name))
                 stack.enter_context(_tf.hooked_loops(self._loop))
             if self.strategy.extended.draws_independently:
@@ -200,7 +225,7 @@ class Tracing:
 
     def own_draws(self, draw: _tf.StatelessDraw) -> tf.Tensor | None:
         """Gives each replica a key of its own for a random draw that all would do alike."""
-        return None if self.varies(draw.key) else draw.key_for(_context.live_turn(), self.turns.most)
+        return None if self.varies(draw.key) else draw.key_for(_context.live_replica_id(), self.num_replicas)
 
     def result_weights(self) -> tf.Tensor | None:
         """Float64 [most], what the results of each turn weigh in a mean, if the replica function has said so."""
@@ -219,7 +244,7 @@ class Tracing:
 
     def present(self, result: Any) -> Any:
         """A returned value as whoever called `run` sees it."""
-        return result.value if isinstance(result, _values.Uniform) and self.turns.most == 1 else result
+        return result.value if isinstance(result, _values.Uniform) and self.single else result
 
     def writes_in_order(self, op: tf.Operation, owner: Any) -> bool:
         """Whether turns write a resource one after another, each seeing what those before it left there.
@@ -233,19 +258,20 @@ class Tracing:
 
     def uniform_result(self, collective: Collective, value: tf.Tensor) -> tf.Tensor:
         """The result of a collective over a value that is the same in all turns."""
-        if self.turns.most == 1 or collective.kind in ("first", "max", "min"):
+        if self.single or collective.kind in ("first", "max", "min"):
             return value
         if collective.kind == "sum":
             return self.uniform_sum(value)
-        if isinstance(self.turns.running, int):
-            return tf.concat([value] * self.turns.running, collective.axis)
+        running = self.running_replicas
+        if isinstance(running, int):
+            return tf.concat([value] * running, collective.axis)
         rank = value.shape.rank
-        copies = [self.turns.running if dim == collective.axis % rank else 1 for dim in range(rank)]
+        copies = [running if dim == collective.axis % rank else 1 for dim in range(rank)]
         return tf.tile(value, copies)
 
     def uniform_sum(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over all turns of a value that is the same in all."""
-        return value * tf.cast(self.turns.running, value.dtype)
+        return value * tf.cast(self.running_replicas, value.dtype)
 
     def collect(self, collective: Collective, tensor: tf.Tensor) -> tf.Tensor:
         """Leaves a marker that stands for a collective over `tensor`, and returns its result."""
@@ -274,7 +300,17 @@ class Tracing:
     @property
     def running_replicas(self) -> Any:
         """How many replicas have any rows, and run."""
-        return self.turns.running
+        running = self.turns.running
+        return running * self.real.workers if isinstance(running, int) else self._running_of_workers(running)
+
+    def _running_of_workers(self, running: tf.Tensor) -> tf.Tensor:
+        if self.real.workers == 1:
+            return running
+        total = self._running
+        if total is None:
+            with self.outer.as_default(), tf.control_dependencies(None), _tf.stop_recording():
+                total = self._running = self.real.sum_of_workers(tf.convert_to_tensor(running))
+        return total
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
         """Sum or mean over the replicas of a tensor or IndexedSlices of this trace; slices stay slices."""
@@ -312,8 +348,9 @@ class Tracing:
         return value
 
     def all_values(self, value: Any) -> tuple[Any, ...]:
-        """All N replicas' values of one value of the trace."""
-        parts = [self._all_tensors(tensor) for tensor in tf.nest.flatten(value, expand_composites=True)]
+        """The values that one value of the trace has in this process' replicas."""
+        here = slice(self.real.worker * self.turns.most, (self.real.worker + 1) * self.turns.most)
+        parts = [self._all_tensors(tensor)[here] for tensor in tf.nest.flatten(value, expand_composites=True)]
         return tuple(
             tf.nest.pack_sequence_as(value, list(replica), expand_composites=True)
             for replica in zip(*parts, strict=True)
@@ -358,14 +395,14 @@ class Tracing:
         if collective.between_replicas and (looping or self.continues is not None):
             reason = "replicas that cut their batches in micro-batches cannot meet there"
             raise _errors.collective_in_loop(collective.kind, self.function_name, reason)
-        if graph is self.graph or (self.turns.most == 1 and not collective.between_replicas):
+        if graph is self.graph or (self.single and not collective.between_replicas):
             return tensor
         try:
             return _lift.lift(tensor, self.graph, with_work=looping)
         except _lift.CannotLift as reason:
             if not looping:
                 return tensor
-            if not self._loops_inside:
+            if not self._loops_inside or not self.real.alone:
                 raise _errors.collective_in_loop(collective.kind, self.function_name, str(reason)) from None
             self.unfolded |= {self._loops_inside[0]}
             self._restart("loop")
@@ -380,7 +417,7 @@ class Tracing:
         if isinstance(value, tf.Tensor | tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor) and not self.shares(
             value
         ):
-            return _values.Symbolic(self.num_replicas, value, self.all_values)
+            return _values.Symbolic(self.turns.most, value, self.all_values)
         return value
 
     def values_of_turns(self, tensor: tf.Tensor) -> _values.PerReplica:
@@ -450,11 +487,15 @@ class Tracing:
         return self._varies[operation]
 
     def _varies_itself(self, op: tf.Operation) -> bool:
-        if op is self.turn.op:
+        if self.is_mark(op):
             return True
         if not _tf.is_inside(op.graph, self.graph):
             return self._varies_outside(op)
         return self.draws_per_turn and self.kinds.has_own_state(op) and op not in self.graph.cross_replica_ops
+
+    def is_mark(self, op: tf.Operation) -> bool:
+        """Whether an operation tells a turn from others."""
+        return op is self.turn.op or (self.before is not None and op is self.before.op)
 
     def _varies_outside(self, op: tf.Operation) -> bool:
         """Whether an operation of a graph further out gives what differs between replicas."""

@@ -2,6 +2,7 @@
 
 One value for all replicas is one ordinary variable (`primary`). A value per replica is one variable of shape [N, ...]
 (`rows`), read and written by replica id, so that the looped engine stays one loop and the graph does not grow with N.
+On several devices each has its own of either; a trace sees the first device's, which stand for all.
 
 Semantics: tf.distribute.MirroredStrategy's variables (tensorflow/python/distribute/values.py).
 """
@@ -11,13 +12,13 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from microstrat import _context, _errors, _keras, _tf, _tracing, _values
+from microstrat import _context, _errors, _keras, _real, _tf, _tracing, _values
 
 _creating = threading.local()
 
@@ -54,6 +55,69 @@ def _in_update_context() -> bool:
     return _tf.get_update_replica_id() is not None
 
 
+class Rows:
+    """A value for each replica: on each device one variable, whose first axis is its replicas'."""
+
+    def __init__(self, parts: Sequence[Any]):
+        self.parts = tuple(parts)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.parts if _tracing.current_tracing() is None else self.parts[:1]
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The first device's; in a trace, whichever device's."""
+        return self.parts[0].handle
+
+    name = property(lambda self: self.parts[0].name)
+    dtype = property(lambda self: self.parts[0].dtype)
+    device = property(lambda self: self.parts[0].device)
+    initial_value = property(lambda self: self.parts[0].initial_value)
+
+    @property
+    def row_shape(self) -> tf.TensorShape:
+        return self.parts[0].shape[1:]
+
+    @property
+    def here(self) -> int:
+        """Number of rows on all devices; in a trace, on whichever device."""
+        return self.parts[0].shape[0] * len(self._parts)
+
+    def read_value(self) -> tf.Tensor:
+        """[N, ...], all rows."""
+        values = [part.read_value() for part in self._parts]
+        return values[0] if len(values) == 1 else tf.concat(values, 0)
+
+    def update(self, method: str, values: tf.Tensor) -> Any:
+        """Assigns, adds or subtracts [N, ...], all rows; an operation in a graph, else None."""
+        if len(self._parts) == 1:
+            return getattr(self.parts[0], method)(values, read_value=False)
+        split = tf.split(values, len(self._parts))
+        written = [getattr(part, method)(own, read_value=False) for part, own in zip(self._parts, split, strict=True)]
+        return tf.group(*[op for op in written if op is not None])
+
+    def gather(self, row: Any) -> tf.Tensor:
+        """One row."""
+        return self._at(
+            row, lambda part, own: tf.raw_ops.ResourceGather(resource=part.handle, indices=own, dtype=self.dtype)
+        )
+
+    def scatter(self, op: Callable[..., Any], row: Any, value: tf.Tensor) -> Any:
+        """Writes one row by a raw operation; the operation in a graph, else None."""
+        return self._at(row, lambda part, own: op(resource=part.handle, indices=own, updates=value))
+
+    def _at(self, row: Any, act: Callable[[Any, Any], Any]) -> Any:
+        if len(self._parts) == 1:
+            return act(self.parts[0], row)
+        each = self.parts[0].shape[0]
+        if not isinstance(row, int):
+            row = tf.get_static_value(row) if tf.get_static_value(row) is not None else row
+        if not isinstance(row, tf.Tensor):
+            return act(self.parts[int(row) // each], int(row) % each)
+        return tf.switch_case(row // each, [functools.partial(act, part, row % each) for part in self.parts])
+
+
 class ReplicaView:
     """The component variable of one replica: a row of `rows`; by default of the replica whose turn it is."""
 
@@ -62,7 +126,7 @@ class ReplicaView:
         self._replica_id = replica_id
 
     def _row(self) -> Any:
-        return _context.live_replica_id() if self._replica_id is None else self._replica_id
+        return _context.live_row() if self._replica_id is None else self._replica_id
 
     name = property(lambda self: self._container.name)
     dtype = property(lambda self: self._container.dtype)
@@ -92,8 +156,7 @@ class ReplicaView:
         return tensor
 
     def _scatter(self, op: Callable[..., Any], value: Any, read_value: bool) -> Any:
-        rows = self._container.rows
-        written = op(resource=rows.handle, indices=self._row(), updates=self._convert(value))
+        written = self._container.rows.scatter(op, self._row(), self._convert(value))
         # Like a variable, the view is read when it is used, not here.
         return self if read_value else written
 
@@ -173,19 +236,19 @@ class AllReplicasView:
         rows = self._container.rows
         tensor = tf.convert_to_tensor(value, dtype=rows.dtype)
         self._container.shape.assert_is_compatible_with(tensor.shape)
-        return spread(tensor, rows.shape[0])
+        return spread(tensor, rows.here)
 
     def assign(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
         del use_locking, name, read_value
-        return self._container.rows.assign(self._spread(value), read_value=False)
+        return self._container.rows.update("assign", self._spread(value))
 
     def assign_add(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
         del use_locking, name, read_value
-        return self._container.rows.assign_add(self._spread(value), read_value=False)
+        return self._container.rows.update("assign_add", self._spread(value))
 
     def assign_sub(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
         del use_locking, name, read_value
-        return self._container.rows.assign_sub(self._spread(value), read_value=False)
+        return self._container.rows.update("assign_sub", self._spread(value))
 
 
 class EveryReplicaView(ReplicaView):
@@ -209,12 +272,13 @@ class EveryReplicaView(ReplicaView):
 class _PerReplicaRows:
     """What both kinds of variables need to read and write rows."""
 
-    rows: Any
+    rows: Rows | None
     shape: Any
     dtype: Any
     has_primary: bool
-    _one: Any = None
+    _ones: tuple[Any, ...] = ()
     _primary: Any
+    _values: tuple[Any, ...]
     _common_name: str
     _distribute_strategy: Any
     _get_cross_replica: Callable[[], tf.Tensor]
@@ -224,18 +288,41 @@ class _PerReplicaRows:
         return self._distribute_strategy.num_replicas_in_sync
 
     @property
+    def real(self) -> _real.Real:
+        return self._distribute_strategy.extended.real
+
+    @property
+    def replicas_here(self) -> int:
+        return self._distribute_strategy.extended.replicas_here
+
+    def component_of(self, replica: int) -> Any:
+        """The variable of a replica of this process, where all replicas of a device share one."""
+        return self._values[replica * len(self._values) // self.replicas_here]
+
+    @property
     def primary(self) -> Any:
         """The resource variable it was made of: the one value (replica 0's, once there are rows), or the rows themselves."""
         return self._primary
 
     def handle_is_rows(self, handle: tf.Tensor) -> bool:
-        return self.rows is not None and handle is self.rows.handle
+        return self.rows is not None and any(handle is part.handle for part in self.rows.parts)
+
+    def handle_on(self, handle: tf.Tensor, device: int) -> tf.Tensor:
+        """What a handle of the first device's is on another."""
+        for group in (self._values, self.rows.parts if self.rows is not None else (), self._ones):
+            if group and handle is group[0].handle:
+                return group[device].handle
+        return handle
+
+    def is_handle(self, handle: tf.Tensor) -> bool:
+        """Whether a resource handle is this variable's."""
+        return any(handle is component.handle for component in self._values) or self.handle_is_rows(handle)
 
     def _get_replica(self, replica_id: int) -> Any:
-        if self.rows is None:
-            return self._primary
         tracing = _tracing.current_tracing()
-        return ReplicaView(self, replica_id if tracing is None else tracing.replica_id)
+        if self.rows is None:
+            return self._primary if tracing is not None else self.component_of(replica_id)
+        return ReplicaView(self, replica_id if tracing is None else tracing.row)
 
     def __int__(self) -> int:
         return int(self.numpy())  # type: ignore[attr-defined]
@@ -251,25 +338,47 @@ class _PerReplicaRows:
 
     def _one_replica(self) -> Any:
         """One variable of one replica's shape, that holds nothing of its own."""
-        if self._one is None:
+        if not self._ones:
+            made = []
             with tf.init_scope(), _tf.with_variable_creators([]), _PlainVariables():
-                device = self._primary.device
-                with tf.device(device):
-                    self._one = tf.Variable(tf.zeros(self.shape, self.dtype), trainable=False, name=self._common_name)
-        return self._one
+                for component in self._values:
+                    with tf.device(component.device):
+                        made.append(
+                            tf.Variable(tf.zeros(self.shape, self.dtype), trainable=False, name=self._common_name)
+                        )
+            self._ones = tuple(made)
+        return self._ones[0]
 
     def _lent_handle(self) -> tf.Tensor:
         """The handle of a variable that holds this replica's value, for who must read by handle: restored SavedModels."""
         one = self._one_replica()
-        loaded = one.assign(self.read_row(_context.live_replica_id()), read_value=False)
+        loaded = one.assign(self.read_row(_context.live_row()), read_value=False)
         tracing = _tracing.current_tracing()
         if tracing is not None:
             tracing.lent[id(one.handle)] = self
             tracing.lending.add(loaded)
         return one.handle
 
-    def read_row(self, replica_id: Any) -> tf.Tensor:
-        return tf.raw_ops.ResourceGather(resource=self.rows.handle, indices=replica_id, dtype=self.rows.dtype)
+    def read_row(self, row: Any) -> tf.Tensor:
+        assert self.rows is not None
+        return self.rows.gather(row)
+
+    def _of_replica_0(self) -> tf.Tensor:
+        """Replica 0's value, for all replicas."""
+        tracing = _tracing.current_tracing()
+        if self.real.alone:
+            return self.read_row(0)
+        if tracing is not None:
+            return tracing.first(self.read_row(tracing.row))
+        return self.real.first([self.read_row(0)] * len(self.real.devices))[0]
+
+    def _sum_of_replicas(self) -> tf.Tensor:
+        tracing = _tracing.current_tracing()
+        if tracing is not None and not self.real.alone:
+            return tracing.reduce(tf.distribute.ReduceOp.SUM, self.read_row(tracing.row))
+        assert self.rows is not None
+        total = tf.reduce_sum(self.rows.read_value(), axis=0)
+        return total if self.real.alone else self.real.sum_of_workers(total)
 
     def in_own_replica_context(self) -> bool:
         return isinstance(_tf.get_replica_context_of(self._distribute_strategy), _context.ReplicaContext)
@@ -316,8 +425,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def values(self) -> tuple[Any, ...]:
         """The N component variables: the one variable N times, or each replica's own."""
         if self.rows is None:
-            return (self._primary,) * self.num_replicas
-        return tuple(ReplicaView(self, replica) for replica in range(self.num_replicas))
+            return tuple(self.component_of(replica) for replica in range(self.replicas_here))
+        return tuple(ReplicaView(self, replica) for replica in range(self.replicas_here))
 
     @property
     def handle(self) -> tf.Tensor:
@@ -353,14 +462,14 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
 
     def _get_cross_replica(self) -> tf.Tensor:
         if self.rows is not None and (_tracing.current_tracing() is not None or tf.executing_eagerly()):
-            return self.read_row(0)  # the primary follows at the end of the trace, or of the run
+            return self._of_replica_0()  # the primary follows at the end of the trace, or of the run
         return tf.identity(self._primary)
 
     def _get_on_device_or_primary(self) -> Any:
         if _tf.is_saving_non_distributed() or not self.in_own_replica_context():
             return self._primary
         if self.rows is not None:
-            return self.read_row(_context.live_replica_id())
+            return self.read_row(_context.live_row())
         if self.may_become_local:
             return self._read_before_local()
         return self._primary
@@ -400,11 +509,16 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def assign_rows(self, values: tf.Tensor) -> None:
         """Sets every replica's value; `values` is [N, ...]."""
         self.ensure_rows()
-        self.rows.assign(values)
+        assert self.rows is not None
+        self.rows.update("assign", values)
 
     def follow_replica_0(self) -> None:
-        """Makes the primary replica 0's value."""
-        self._primary.assign(self.read_row(0), read_value=False)
+        """Makes the primary replica 0's value; other devices' components, that of the first replica there."""
+        if _tracing.current_tracing() is not None:
+            self._primary.assign(self.read_row(0), read_value=False)
+            return
+        for replica in range(0, self.replicas_here, self.replicas_here // len(self._values)):
+            self.component_of(replica).assign(self.read_row(replica), read_value=False)
 
     def _read_before_local(self) -> Any:
         """A read in a nested graph of a variable that may yet get a value per replica.
@@ -472,12 +586,18 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
                 if not all(np.array_equal(a, b, equal_nan=_may_be_nan(a)) for a, b in zip(first, other, strict=True)):
                     raise _errors.varying_write(self.name, None, "assign", "")
             value = value.select(0)
-        return update_fn(self._primary, value, **kwargs)
+        return self._update_components(update_fn, value, **kwargs)
+
+    def _update_components(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        """Writes the one value, on every device."""
+        components = self._values if _tracing.current_tracing() is None else self._values[:1]
+        written = [update_fn(component, value, **kwargs) for component in components]
+        return written[0]
 
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         if self.rows is not None and _tracing.current_tracing() is None and not isinstance(value, _values.PerReplica):
             update_fn(AllReplicasView(self), value, **kwargs)
-            return update_fn(self._primary, value, **kwargs)
+            return self._update_components(update_fn, value, **kwargs)
         if self.may_become_local:
             self._assume_shared(writing=True)
         return super()._update_cross_replica(update_fn, value, **kwargs)
@@ -494,31 +614,34 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         self.rows = self._make_rows()
         self._distribute_strategy.extended.became_local(self, finished or tracing)
         if tracing is not None:
-            tracing.adopt_local_state(self._primary, lambda: self.read_row(tracing.replica_id))
+            tracing.adopt_local_state(self._primary, lambda: self.read_row(tracing.row))
 
-    def _make_rows(self) -> Any:
-        num_replicas = self.num_replicas
+    def _make_rows(self) -> Rows:
+        each = self.replicas_here // len(self._values)
+        return Rows([self._make_rows_on(component, each) for component in self._values])
+
+    def _make_rows_on(self, component: Any, number: int) -> Any:
         name = f"{self._common_name}/replicas"
         with tf.init_scope():
-            ready = tf.executing_eagerly() and bool(self._primary.is_initialized())
+            ready = tf.executing_eagerly() and bool(component.is_initialized())
             if ready:
                 # Without creators: a tf.function that saw a variable being made would trace everything again.
-                with _tf.with_variable_creators([]), tf.device(self._primary.device), _tf.stop_recording():
-                    initial = tf.broadcast_to(self._primary.read_value(), [num_replicas, *self.shape])
+                with _tf.with_variable_creators([]), tf.device(component.device), _tf.stop_recording():
+                    initial = tf.broadcast_to(component.read_value(), [number, *self.shape])
                     return tf.Variable(initial, trainable=False, name=name)
         # The variable itself is being made by the surrounding tf.function's first trace; so are its rows.
         with _tracing.outside_trace(), _PlainVariables(), _tf.stop_recording():
             return tf.Variable(
-                lambda: spread(self._primary.read_value(), num_replicas),
+                lambda: spread(component.read_value(), number),
                 trainable=False,
                 name=name,
-                shape=[num_replicas, *self.shape],
+                shape=[number, *self.shape],
                 dtype=self.dtype,
             )
 
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
         value = restored_tensors[_tf.VARIABLE_VALUE_KEY]
-        written = [self._primary.assign(value, read_value=False)]
+        written = [component.assign(value, read_value=False) for component in self._values]
         if self.rows is not None:
             written.append(AllReplicasView(self).assign(value))
         return tf.group(*[op for op in written if op is not None])
@@ -530,7 +653,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
     has_primary = False
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None):
-        self.rows = values[0]
+        self.rows: Rows = Rows(values)
         super().__init__(strategy, values, aggregation, var_policy)  # pyright: ignore[reportCallIssue]
 
     # A SavedModel has the one variable instead: functions traced for it read and write that.
@@ -542,7 +665,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
 
     @property
     def shape(self) -> tf.TensorShape:
-        return self.rows.shape[1:]
+        return self.rows.row_shape
 
     def get_shape(self) -> tf.TensorShape:
         return self.shape
@@ -558,7 +681,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
     @property
     def values(self) -> tuple[Any, ...]:
         """The N component variables."""
-        return tuple(ReplicaView(self, replica) for replica in range(self.num_replicas))
+        return tuple(ReplicaView(self, replica) for replica in range(self.replicas_here))
 
     @property
     def initial_value(self) -> Any:
@@ -568,7 +691,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
         if _tf.is_saving_non_distributed():
             return self._one_replica().read_value()
         if self.in_own_replica_context():
-            return self.read_row(_context.live_replica_id())
+            return self.read_row(_context.live_row())
         return self._get_cross_replica()
 
     def _get_on_device_or_primary(self) -> Any:
@@ -577,11 +700,11 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
     def _get_cross_replica(self) -> tf.Tensor:
         _tf.mark_as_unsaveable()
         if self._aggregation == tf.VariableAggregation.SUM:
-            return tf.cast(tf.reduce_sum(self.rows.read_value(), axis=0), self.dtype)
+            return tf.cast(self._sum_of_replicas(), self.dtype)
         if self._aggregation == tf.VariableAggregation.MEAN:
-            return tf.reduce_sum(self.rows.read_value(), axis=0) / self.num_replicas
+            return self._sum_of_replicas() / self.num_replicas
         if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-            return self.read_row(0)
+            return self._of_replica_0()
         raise _errors.no_cross_replica_value(self.name)
 
     def value(self) -> tf.Tensor:
@@ -594,7 +717,7 @@ class VirtualSyncOnReadVariable(_PerReplicaRows, _tf.SyncOnReadVariable):
         value = self._get()
         if self.in_own_replica_context() and _tf.in_sync_on_read_context():
             if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-                value = self.read_row(0)
+                value = self._of_replica_0()
             else:
                 reduce_op = _reduce_op_of(self._aggregation)
                 value = tf.distribute.get_replica_context().all_reduce(reduce_op, value)

@@ -54,6 +54,9 @@ class WholeBatch(_tracing.Tracing):
     def _replica_id(self) -> tf.Tensor:
         return tf.constant(0) if self.around is None else tf.identity(self.around.replica_id)
 
+    def _row(self) -> tf.Tensor:
+        return self.replica_id if self.around is None else tf.identity(self.around.row)
+
     def context(self) -> _context.SymbolicReplicaContext:
         return WholeBatchContext(self)
 
@@ -260,7 +263,7 @@ class WholeBatch(_tracing.Tracing):
 
     @property
     def running_replicas(self) -> Any:
-        return 1 if self.around is None else self.around.turns.running
+        return 1 if self.around is None else self.around.running_replicas
 
     def all_values(self, value: Any) -> tuple[Any, ...]:
         return (value,) if self.around is None else super().all_values(value)

@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "microstrat"
 LAYERS = [
     "__init__", "_scope", "_strategy", "_explain", "_extended", "_inputs", "_loops", "_replay", "_lower", "_conditionals",
     "_eager", "_trace", "_variables", "_whole", "_tracing", "_context", "_arguments", "_values", "_rows", "_lift",
-    "_degrees", "_kinds", "_plan", "_keras", "_tf", "_patches", "_errors",
+    "_real", "_degrees", "_kinds", "_plan", "_keras", "_tf", "_patches", "_errors",
 ]  # fmt: skip
 
 

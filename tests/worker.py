@@ -16,8 +16,17 @@ import time
 import traceback
 from typing import Any
 
-REFERENCES = {"looped": "mirrored", "eager": "mirrored", "whole": "plain", "whole-eager": "plain-eager"}
-"""Kinds of runs, and what each is compared with. N is the number of replicas; of the last two, of micro-batches."""
+REFERENCES = {
+    "looped": "mirrored",
+    "eager": "mirrored",
+    "real2": "mirrored",
+    "real4": "mirrored",
+    "real2-eager": "mirrored",
+    "whole": "plain",
+    "whole-eager": "plain-eager",
+}
+"""Kinds of runs, and what each is compared with. N is the number of replicas, of which "real2" and "real4" have as many on
+two or four devices; of the last two, N is the number of micro-batches."""
 
 
 def result_file(directory: pathlib.Path, job: str) -> pathlib.Path:
@@ -54,7 +63,14 @@ def make_strategy(kind: str, number: int, name: str) -> Any:
         return tf.distribute.OneDeviceStrategy("CPU:0") if entry.one_device else tf.distribute.get_strategy()
     if kind in ("whole", "whole-eager"):
         return microstrat.MicroBatchStrategy(number, semantics="whole_batch", loss_reduction=entry.whole)
+    if devices := real_devices(kind):
+        return microstrat.MicroBatchStrategy(number // devices, base=mirrored(devices))
     return microstrat.MicroBatchStrategy(number)
+
+
+def real_devices(kind: str) -> int:
+    """The number of real replicas of a kind of runs, 0 if there are none."""
+    return int(kind.removeprefix("real")[0]) if kind.startswith("real") else 0
 
 
 def run(kind: str, number: int, name: str) -> dict[str, Any]:
@@ -102,7 +118,7 @@ def main(directory: pathlib.Path, running: pathlib.Path, jobs: list[str]) -> Non
 
     parsed = [(kind, int(number), name) for kind, number, name in (job.split(":") for job in jobs)]
     ((kind, number),) = {(kind, number) for kind, number, _ in parsed}
-    configure(number if kind == "mirrored" else 1, optimize_graphs=not is_exact(kind, number))
+    configure(number if kind == "mirrored" else real_devices(kind) or 1, optimize_graphs=not is_exact(kind, number))
     for job, (_, _, name) in zip(jobs, parsed, strict=True):
         running.write_text(job)
         outcome = run(kind, number, name)
