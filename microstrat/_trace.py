@@ -299,11 +299,9 @@ class Graph:
         resources = {self.resource_of(t) for t in op.inputs if t.dtype == tf.resource}
         writes = frozenset(id(resource) for resource in self.written(op))
         own_state = self.kinds.has_own_state(op)
-        # Random draws, prints and Python functions run once per replica whatever their inputs; those of a merge function
-        # once.
-        per_replica = (
-            own_state and tracing.draws_per_turn and not self.once and op not in tracing.graph.cross_replica_ops
-        )
+        # Random draws, prints and Python functions run once per replica whatever their inputs, as does what reads or
+        # writes a foreign variable; in a merge function all of them run once.
+        per_replica = not self.once and op not in tracing.graph.cross_replica_ops
         effect = bool(writes) or own_state or self.kinds.asserts(op)
         reads = None
         if op.type == "ReadVariableOp":
@@ -311,7 +309,7 @@ class Graph:
         return _plan.Node(
             inputs,
             after,
-            varying=per_replica or bool(resources & self.foreign),
+            varying=per_replica and (bool(resources & self.foreign) or (own_state and tracing.draws_per_turn)),
             pure=False,
             effect=effect,
             required=must or (effect and op in self.must_run),

@@ -283,6 +283,26 @@ def random_generator(strategy: tf.distribute.Strategy) -> Any:
     return [local(strategy, step()) for _ in range(3)]
 
 
+@program(why_not_whole="it counts replicas")
+def variables_of_nobody_in_merge_functions(strategy: tf.distribute.Strategy) -> Any:
+    """Made outside of the scope, one for all: replicas add to it; a merge function sees what all have added, once."""
+    outside = tf.Variable(1.0)
+
+    def merge(cross: Any, factor: float) -> Any:
+        del cross
+        outside.assign(outside * factor)
+        return outside + 0.0
+
+    def replica_step() -> Any:
+        outside.assign_add(1.0 + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32))
+        seen = tf.distribute.get_replica_context().merge_call(merge, args=(2.0,))
+        outside.assign_add(seen)
+        return seen, tf.distribute.get_replica_context().merge_call(merge, args=(0.5,))
+
+    step = tf.function(lambda: strategy.run(replica_step))
+    return {"seen": [[local(strategy, part) for part in step()] for _ in range(2)], "left": outside.numpy()}
+
+
 @program(why_not_whole="the tensor of two entries that it gives to run is no batch")
 def variables_made_in_the_replica_function(strategy: tf.distribute.Strategy) -> Any:
     """Made in the first trace, under tf.function."""
