@@ -243,6 +243,10 @@ class _PerReplicaRows:
     def __float__(self) -> float:
         return float(self.numpy())  # type: ignore[attr-defined]
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        # NumPy would ask the eager tensor, which gives no array where there is one number.
+        return np.array(self.numpy(), dtype=dtype, copy=copy)  # type: ignore[attr-defined]
+
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
 

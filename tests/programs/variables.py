@@ -179,7 +179,7 @@ def variables_updated_between_runs(strategy: tf.distribute.Strategy) -> Any:
 
 @program(whole="mean")
 def variables_python_values(strategy: tf.distribute.Strategy) -> Any:
-    """Assigned values may be Python numbers and lists."""
+    """Assigned values may be Python numbers and lists, and NumPy and Python take the variables for numbers."""
     with strategy.scope():
         mean = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.MEAN, trainable=False)
         none = tf.Variable(0, trainable=False)
@@ -193,7 +193,9 @@ def variables_python_values(strategy: tf.distribute.Strategy) -> Any:
     step = tf.function(lambda: strategy.run(replica_step))
     for _ in range(3):
         step()
-    return arrays([mean.numpy(), none.numpy(), local_sum.numpy(), per_replica(strategy, [mean, none, local_sum])])
+    taken = [np.asarray(none), np.array(none, np.float64), np.asarray(mean, np.float64), int(none), float(local_sum)]
+    own = per_replica(strategy, [mean, none, local_sum])
+    return arrays([mean.numpy(), none.numpy(), local_sum.numpy(), own, taken])
 
 
 @program(whole="mean")
