@@ -44,8 +44,10 @@ def trace(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     device: str,
+    *,
+    inline: bool = False,
 ) -> Trace:
-    """Runs `fn` once for all replicas and returns its trace.
+    """Runs `fn` once for all replicas and returns its trace; nested tf.functions inline if that is known to be needed.
 
     `make_tracing(function_name, outer, inline=, unfolded=)` begins one.
 
@@ -53,7 +55,7 @@ def trace(
     collective (it then runs inline), or a loop did (see `_loops`), or a variable got a value per replica after a branch had
     read it. Each happens at most once per function, loop or variable.
     """
-    inline, unfolded = False, frozenset[int]()
+    unfolded = frozenset[int]()
     for _ in range(_MAX_TRACES):
         tracing = make_tracing(name_of(fn), tf.compat.v1.get_default_graph(), inline=inline, unfolded=unfolded)
         try:
@@ -381,6 +383,11 @@ def _writes_itself(op: tf.Operation, handle: tf.Tensor, allowed: set[tf.Operatio
         return True
     inner = [own for own, given in zip(called.inputs, op.inputs, strict=True) if given is handle]
     return any(_writes_itself(consumer, own, allowed) for own in inner for consumer in own.consumers())
+
+
+def needs_inline(found: Sequence[tuple[Any, tf.Operation]], tracing: _tracing.Tracing) -> bool:
+    """Whether the writes found may be of nested tf.functions that vary in something else: a call is one operation."""
+    return not tracing.inline and any(op.type in _kinds.FUNCTION_CALLS for _, op in found)
 
 
 def refuse_varying_writes(found: Sequence[tuple[Any, tf.Operation]], trace: Trace) -> None:
