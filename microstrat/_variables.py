@@ -349,9 +349,6 @@ class _PerReplicaRows:
             return self._primary if tracing is not None else self.component_of(replica_id)
         return ReplicaView(self, replica_id if tracing is None else tracing.row)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return np.asarray(self.numpy(), *args, **kwargs)  # type: ignore[attr-defined]
-
     def __int__(self) -> int:
         return int(self.numpy())  # type: ignore[attr-defined]
 
