@@ -115,10 +115,6 @@ def devices_missing(replicas: int, there: str, workers: int, instead: str) -> Va
     )
 
 
-def not_yet(what: str) -> NotImplementedError:
-    return NotImplementedError(f"{what} is not implemented yet.")
-
-
 def other_strategy_scope(mine: Any, current: Any, what: str) -> RuntimeError:
     return RuntimeError(
         f"{what} was called under the scope of another strategy, {current!r}. Leave that scope, or use one strategy "
@@ -549,4 +545,19 @@ def gradient_of_effects(function: str, operation: str, where: str) -> str:
         f"{function!r} again; but that has effects ({operation}{where}), which must happen once. Use the tape inside the "
         "replica function, or leave the effects out of it (training=False, for layers that draw random numbers or keep "
         "statistics)."
+    )
+
+
+def not_compiled_by_xla(function: str, number: int) -> str:
+    return (
+        f"{function!r} has jit_compile=True, but runs on {number} devices, and XLA compiles a program for one: it runs "
+        "without XLA. Functions that it calls may have jit_compile=True."
+    )
+
+
+def compiled_around_devices(function: str, around: str, number: int) -> RuntimeError:
+    return RuntimeError(
+        f"strategy.run of {function!r} stands in {around!r}, which has jit_compile=True, but it runs on {number} devices, "
+        f"and XLA compiles a program for one. Leave jit_compile=True away from {around!r} (in Keras, from compile()); functions "
+        f"that {function!r} calls may have it."
     )

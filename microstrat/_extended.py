@@ -94,6 +94,9 @@ class MicroBatchExtended(_tf.StrategyExtended):
             return self._run_micro_batches(fn, args, kwargs)
         if self.micro_batches > 1:
             fn = self._in_micro_batches(fn, (tuple(args), kwargs))
+        for function in _tf.functions_being_traced() if len(self.real.devices) > 1 else ():
+            if _tf.is_compiled_by_xla(function):
+                raise _errors.compiled_around_devices(_trace.name_of(fn), function.name, len(self.real.devices))
         number = _arguments.turns((tuple(args), kwargs), self.replicas_here)
         make_tracing = functools.partial(
             _tracing.Tracing, strategy, turns=number, run_loop=self._run_loop, real=self.real
@@ -168,9 +171,15 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if fn not in self._functions:
             # A weak reference: the value of a WeakKeyDictionary must not keep its key alive.
             python_function = fn.python_function
-            self._functions[fn] = _tf.clone_tf_function(
+            clone = _tf.clone_tf_function(
                 fn, lambda *args, **kwargs: self._call_for_each_replica(python_function, args, kwargs)
             )
+            if len(self.real.devices) > 1 and _tf.is_compiled_by_xla(fn):
+                self.announce(
+                    "xla", _errors.not_compiled_by_xla(_trace.name_of(python_function), len(self.real.devices))
+                )
+                _tf.do_not_compile_by_xla(clone)
+            self._functions[fn] = clone
         return self._functions[fn]
 
     def _call_in_merge_function(

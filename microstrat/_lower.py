@@ -205,8 +205,11 @@ class _Emitter:
 
     def _keep_ordering_within_stages(self) -> None:
         """Drops control edges that leave a stage (stages are in order), and those of copies, which stand in several."""
+        self._keep_ordering_within(self.sets)
+
+    def _keep_ordering_within(self, sets: Sequence[frozenset[int]]) -> None:
         copied = frozenset(itertools.chain.from_iterable(stage.copies for stage in self.plan.stages))
-        for members in self.sets:
+        for members in sets:
             for node in members:
                 op = self.graph.operations[node]
                 before = op.control_inputs
@@ -300,6 +303,8 @@ class _Emitter:
             groups = self._groups(self.sets[stage], self._happens_once)
         else:
             groups = [self.sets[stage]]
+        if len(groups) > 1:
+            self._keep_ordering_within(groups)
         for position, members in enumerate(groups):
             later = [key for group in groups[position + 1 :] for key in self._external_keys(group)]
             outputs = [key for key in dict.fromkeys([*wanted, *later]) if key[0] in members]
@@ -512,7 +517,7 @@ class _Emitter:
             joined = self._join(result, moved.dtype, moved.shape, device)
             if axis:
                 joined = tf.transpose(joined, [order.index(dim) for dim in range(len(order))])
-            joined.set_shape(shape)
+            joined.set_shape(shape if len(self.devices) == 1 else _any_size(shape, axis))
             self.env[device][key] = joined
 
         return self._new_list(moved, finish)
@@ -679,6 +684,13 @@ class _Emitter:
         if isinstance(device, int):
             return lists[device]
         return tf.switch_case(device, [functools.partial(tf.identity, own) for own in lists])
+
+
+def _any_size(shape: tf.TensorShape, axis: int) -> tf.TensorShape:
+    """A shape with one size forgotten."""
+    if shape.rank is None:
+        return shape
+    return tf.TensorShape([None if dim == axis else size for dim, size in enumerate(shape)])
 
 
 def _shape_tensor(shape: tf.TensorShape) -> tf.Tensor:

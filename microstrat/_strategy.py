@@ -58,22 +58,26 @@ class MicroBatchStrategy(tf.distribute.Strategy):
     Replicas then run in threads, one at a time; the batch of one replica is not cut.
 
     Args:
-      num_micro_batches: a positive int: n, or with "replicas" N.
+      num_micro_batches: a positive int: n, or with "replicas" N; with `base`, the number of replicas on each of its devices.
       semantics: "replicas" or "whole_batch".
-      replicas: with "whole_batch", the number of virtual replicas, each of which cuts its own batch in n. Default: 1.
+      replicas: with "whole_batch", the number of virtual replicas (with `base`, on each device), each of which cuts its own
+        batch in n. Default: 1.
       loss_reduction: with "whole_batch", what a number that differs between micro-batches is, over the rows: a "mean" or a
         "sum". (Keras' own losses are right with either.)
       batch_norm_statistics: what replicas keep of BatchNormalization's moving statistics: each its own ("per_replica", as
         MirroredStrategy; outside, replica 0's are seen), or the mean over replicas ("averaged").
       dropout_masks: whether replicas draw the same random numbers from Keras' seeds ("mirrored", as MirroredStrategy) or
         each its own ("independent").
-      base: a strategy whose real replicas each run N virtual ones; not implemented yet, must be None.
+      base: a `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy`. Each of its devices, of all workers, has its
+        own copy of the variables and runs a loop over its virtual replicas; what the loops come to is added up by the base,
+        once where replicas meet. With M devices there are M · N replicas, the first N of them on the first device. The same
+        trace runs on all devices. Default: none, there is one device.
       device: the one device, e.g. "GPU:1". Default: the first GPU if there is one, else the CPU.
 
     Raises:
       ValueError: if a number is not a positive int, an option is unknown or not for these semantics, or there is no such
         device.
-      NotImplementedError: for `base`.
+      TypeError: if `base` is another strategy.
     """
 
     def __init__(

@@ -297,6 +297,11 @@ def is_compiled_by_xla(function: Any) -> bool:
     return bool(function._jit_compile)
 
 
+def do_not_compile_by_xla(function: Any) -> None:
+    """Takes jit_compile from a tf.function that has not been traced yet; `_clone` keeps it."""
+    function._jit_compile = None
+
+
 @contextlib.contextmanager
 def cross_replica_context(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Enters cross-replica context from a replica context; `scope()` refuses to nest there."""
