@@ -558,6 +558,6 @@ def not_compiled_by_xla(function: str, number: int) -> str:
 def compiled_around_devices(function: str, around: str, number: int) -> RuntimeError:
     return RuntimeError(
         f"strategy.run of {function!r} stands in {around!r}, which has jit_compile=True, but it runs on {number} devices, "
-        f"and XLA compiles a program for one. Leave jit_compile=True away from {around!r} (in Keras, from compile()); functions "
-        f"that {function!r} calls may have it."
+        f"and XLA compiles a program for one. Leave jit_compile=True away from {around!r} (in Keras, from compile()); "
+        f"functions that {function!r} calls may have it."
     )

@@ -137,7 +137,7 @@ def test_assignments_outside_reach_every_device(strategy: Any, tmp_path: Any) ->
         shared, own = tf.Variable([1.0, 2.0]), tf.Variable(0, trainable=False)
     run(strategy, lambda: own.assign(tf.distribute.get_replica_context().replica_id_in_sync_group))
     checkpoint = tf.train.Checkpoint(shared=shared, own=own)
-    path = checkpoint.write(str(tmp_path / "saved"))
+    path = checkpoint.save(str(tmp_path / "saved"))
     shared.assign([3.0, 4.0])
     assert components(shared) == [[3, 4], [3, 4]]
     strategy.extended.update(shared, lambda variable: variable.assign_add([1.0, 1.0]))
