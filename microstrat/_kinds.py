@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from microstrat import _tf
 
-CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case",
-                   "StatelessCase"})  # fmt: skip
+FUNCTION_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 LOOPS = frozenset({"While", "StatelessWhile"})
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+CALLS = FUNCTION_CALLS | LOOPS | BRANCHES
 # Ops that TensorFlow marks stateful, but that have nothing to run once a replica for: they follow their inputs.
 _FOLLOWS_INPUTS = frozenset({"Assert", "VarIsInitializedOp", "VariableShape", "LookupTableFindV2", "LookupTableSizeV2"})
 _FUNCTION_ATTRS = ("f", "body", "cond", "then_branch", "else_branch", "branches")

@@ -33,6 +33,8 @@ def run(
     del parallel_iterations
     if _tf.tape_is_recording() and back_prop:
         raise _errors.gradient_through_loop(tracing.function_name)
+    if tracing.varies(maximum_iterations):
+        raise _errors.collective_under_varying_condition(tracing.function_name, "")
     loop = _Loop(tracing, cond, body, loop_vars, shape_invariants, device)
     loop.find_varying()
     # Its random draws and prints are seen to by the loops inside.

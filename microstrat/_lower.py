@@ -75,7 +75,7 @@ def run(
     Returns the values that they return, and what those may have gradients by.
 
     A variable that may have a value per replica, but was taken for a shared one while tracing, turns out here: it gets its
-    values, and the function is traced again.
+    values, and the function is traced again. So it is with nested tf.functions inline, if one writes a shared variable.
 
     Args:
       strategy: whose variables `fn` uses.
@@ -86,13 +86,14 @@ def run(
       device: where it runs.
     """
     owner_of = strategy.extended.owner_of
+    inline = False
     while True:
-        trace = _trace.trace(make_tracing, fn, args, kwargs, device)
+        trace = _trace.trace(make_tracing, fn, args, kwargs, device, inline=inline)
         graph = _trace.to_graph(trace, owner_of)
         _conditionals.cut_in_pieces(graph)
         found = _trace.varying_writes(graph, owner_of)
         local = [owner for owner, _ in found if owner.may_become_local]
-        if not local:
+        if not local and not (inline := _trace.needs_inline(found, trace.tracing)):
             _trace.refuse_varying_writes(found, trace)
             break
         for owner in local:

@@ -44,8 +44,10 @@ def trace(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     device: str,
+    *,
+    inline: bool = False,
 ) -> Trace:
-    """Runs `fn` once for all replicas and returns its trace.
+    """Runs `fn` once for all replicas and returns its trace; nested tf.functions inline if that is known to be needed.
 
     `make_tracing(function_name, outer, inline=, unfolded=)` begins one.
 
@@ -53,7 +55,7 @@ def trace(
     collective (it then runs inline), or a loop did (see `_loops`), or a variable got a value per replica after a branch had
     read it. Each happens at most once per function, loop or variable.
     """
-    inline, unfolded = False, frozenset[int]()
+    unfolded = frozenset[int]()
     for _ in range(_MAX_TRACES):
         tracing = make_tracing(name_of(fn), tf.compat.v1.get_default_graph(), inline=inline, unfolded=unfolded)
         try:
@@ -299,11 +301,9 @@ class Graph:
         resources = {self.resource_of(t) for t in op.inputs if t.dtype == tf.resource}
         writes = frozenset(id(resource) for resource in self.written(op))
         own_state = self.kinds.has_own_state(op)
-        # Random draws, prints and Python functions run once per replica whatever their inputs; those of a merge function
-        # once.
-        per_replica = (
-            own_state and tracing.draws_per_turn and not self.once and op not in tracing.graph.cross_replica_ops
-        )
+        # Random draws, prints and Python functions run once per replica whatever their inputs, as does what reads or
+        # writes a foreign variable; in a merge function all of them run once.
+        per_replica = not self.once and op not in tracing.graph.cross_replica_ops
         effect = bool(writes) or own_state or self.kinds.asserts(op)
         reads = None
         if op.type == "ReadVariableOp":
@@ -311,7 +311,7 @@ class Graph:
         return _plan.Node(
             inputs,
             after,
-            varying=per_replica or bool(resources & self.foreign),
+            varying=per_replica and (bool(resources & self.foreign) or (own_state and tracing.draws_per_turn)),
             pure=False,
             effect=effect,
             required=must or (effect and op in self.must_run),
@@ -383,6 +383,11 @@ def _writes_itself(op: tf.Operation, handle: tf.Tensor, allowed: set[tf.Operatio
         return True
     inner = [own for own, given in zip(called.inputs, op.inputs, strict=True) if given is handle]
     return any(_writes_itself(consumer, own, allowed) for own in inner for consumer in own.consumers())
+
+
+def needs_inline(found: Sequence[tuple[Any, tf.Operation]], tracing: _tracing.Tracing) -> bool:
+    """Whether the writes found may be of nested tf.functions that vary in something else: a call is one operation."""
+    return not tracing.inline and any(op.type in _kinds.FUNCTION_CALLS for _, op in found)
 
 
 def refuse_varying_writes(found: Sequence[tuple[Any, tf.Operation]], trace: Trace) -> None:

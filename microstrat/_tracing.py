@@ -561,7 +561,8 @@ class Continuation(Tracing):
         yield  # what the other trace has in force goes on
 
     def returned(self, value: Any) -> Any:
-        return value
+        # As it is, a value from outside would stand for one that all replicas have.
+        return self.graph.capture(value) if isinstance(value, tf.Tensor) and hasattr(value, "graph") else value
 
     def present(self, result: Any) -> Any:
         return result

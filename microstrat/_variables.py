@@ -172,6 +172,13 @@ class ReplicaView:
         del use_locking, name
         return self._scatter(tf.raw_ops.ResourceScatterSub, value, read_value)
 
+    def __getitem__(self, index: Any) -> tf.Tensor:
+        return _assignable_slice(self, index)
+
+    def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any, **masks: Any) -> Any:
+        del name
+        return self.assign(_with_slice(self, begin, end, strides, value, masks))
+
     def __getattr__(self, method: str) -> Any:
         if method.startswith("scatter_"):
             return lambda *args, **kwargs: self._scatter_rows(method, *args, **kwargs)
@@ -203,7 +210,7 @@ def _delegate_operators(cls: type) -> None:
         for method in (f"__{name}__", f"__r{name}__"):
             if hasattr(tf.Tensor, method):
                 setattr(cls, method, _operator(method))
-    for method in ("__neg__", "__abs__", "__getitem__"):
+    for method in ("__neg__", "__abs__"):
         setattr(cls, method, _operator(method))
 
 
@@ -224,6 +231,23 @@ _SCALES: dict[str, Callable[..., tf.Tensor]] = {
     "scatter_mul": tf.multiply,
     "scatter_div": lambda x, y: tf.truncatediv(x, y) if x.dtype.is_integer else x / y,
 }
+
+
+def _assignable_slice(variable: Any, index: Any) -> tf.Tensor:
+    """`variable[index]`, with an `assign` of its own."""
+    return tf.Variable.__getitem__(variable, index)
+
+
+def _with_slice(variable: Any, begin: Any, end: Any, strides: Any, value: Any, masks: dict[str, Any]) -> tf.Tensor:
+    """The value of a variable after one of its slices has been assigned."""
+    return tf.raw_ops.TensorStridedSliceUpdate(
+        input=variable.value(),
+        begin=begin,
+        end=end,
+        strides=strides,
+        value=tf.convert_to_tensor(value, variable.dtype),
+        **masks,
+    )
 
 
 class AllReplicasView:
@@ -281,6 +305,7 @@ class _PerReplicaRows:
     _values: tuple[Any, ...]
     _common_name: str
     _distribute_strategy: Any
+    _get: Callable[[], Any]
     _get_cross_replica: Callable[[], tf.Tensor]
 
     @property
@@ -324,14 +349,24 @@ class _PerReplicaRows:
             return self._primary if tracing is not None else self.component_of(replica_id)
         return ReplicaView(self, replica_id if tracing is None else tracing.row)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return np.asarray(self.numpy(), *args, **kwargs)  # type: ignore[attr-defined]
-
     def __int__(self) -> int:
         return int(self.numpy())  # type: ignore[attr-defined]
 
     def __float__(self) -> float:
         return float(self.numpy())  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        # NumPy would ask the eager tensor, which gives no array where there is one number.
+        return np.array(self.numpy(), dtype=dtype, copy=copy)  # type: ignore[attr-defined]
+
+    def __getitem__(self, index: Any) -> tf.Tensor:
+        own = self.in_own_replica_context() and not _tf.is_saving_non_distributed()
+        if own and self.rows is not None:
+            return ReplicaView(self)[index]
+        one_for_all = self.rows is None and isinstance(self._get(), tf.Tensor)
+        if one_for_all or (own and _tracing.current_tracing() is None):
+            return _assignable_slice(self, index)
+        return super().__getitem__(index)  # type: ignore[misc]
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {_tf.VARIABLE_VALUE_KEY: self._get_cross_replica()}
@@ -434,13 +469,13 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     @property
     def handle(self) -> tf.Tensor:
         context = _tf.get_replica_context_of(self._distribute_strategy)
-        if self._aggregation == tf.VariableAggregation.NONE and not self.trainable and tf.executing_eagerly():
+        if self._aggregation == tf.VariableAggregation.NONE and not self._always_shared and tf.executing_eagerly():
             if isinstance(context, _context.ReplicaContext):
                 context.will_use_handle(self)
         elif self.rows is not None and isinstance(context, _context.ReplicaContext):
             return self._lent_handle()
         elif self.may_become_local and isinstance(context, _context.ReplicaContext):
-            self._note(_tf.functions_being_traced(), writing=False)
+            self._assume_shared(writing=False)
         return self._primary.handle
 
     @property
@@ -448,9 +483,14 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return (
             self.rows is None
             and self._aggregation == tf.VariableAggregation.NONE
-            and not self.trainable
+            and not self._always_shared
             and self.num_replicas > 1
         )
+
+    @property
+    def _always_shared(self) -> bool:
+        # Values of different shapes do not go into the rows of one variable.
+        return self.trainable or not self.shape.is_fully_defined()
 
     def _get(self) -> Any:
         if _tf.is_saving_non_distributed():
@@ -495,6 +535,15 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def scatter_nd_update(self, *args: Any, **kwargs: Any) -> Any:
         return self._of_one_replica("scatter_nd_update")(*args, **kwargs)
 
+    def _strided_slice_assign(self, begin: Any, end: Any, strides: Any, value: Any, name: Any, **masks: Any) -> Any:
+        del name
+        updated = _with_slice(self, begin, end, strides, value, masks)
+        if self._aggregation == tf.VariableAggregation.NONE or not self.in_own_replica_context():
+            return self.assign(updated)
+        # tf.distribute writes slices past the aggregation.
+        write = functools.partial(self._write_if_equal, update_fn=lambda component, value: component.assign(value))
+        return tf.distribute.get_replica_context().merge_call(write, (), {"value": updated})
+
     def _of_one_replica(self, method: str) -> Callable[..., Any]:
         """A method that tf.distribute's variables lack: of one replica there is one variable, which has it."""
         return getattr(self._primary if self.num_replicas == 1 else super(), method)
@@ -502,11 +551,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def _assume_shared(self, *, writing: bool) -> None:
         """Notes the functions being traced: they are out of date once the variable gets a value per replica."""
         tracing = _tracing.current_tracing()
-        self._note(_tf.functions_being_traced() if tracing is None else tracing.functions, writing=writing)
-
-    def _note(self, functions: list[Any], *, writing: bool) -> None:
-        tracing = _tracing.current_tracing()
-        for function in functions:
+        for function in _tf.functions_being_traced():
             self.assumed_shared_by.setdefault(function, []).append((tracing and weakref.ref(tracing), writing))
 
     def assign_rows(self, values: tf.Tensor) -> None:
@@ -558,10 +603,10 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             value = tf.convert_to_tensor(value)  # this replica's value; a merge function would see replica 0's
         if self._aggregation == tf.VariableAggregation.NONE:
             tracing = _tracing.current_tracing()
-            if self.num_replicas == 1 or (self.trainable and tracing is not None):
+            if self.num_replicas == 1 or (self._always_shared and tracing is not None):
                 # One value; the planner refuses the program if replicas would write different ones.
                 return update_fn(self._primary, value, **kwargs)
-            if self.trainable:
+            if self._always_shared:
                 # In eager mode replicas meet at the write, so that it happens once and to what all of them read.
                 return tf.distribute.get_replica_context().merge_call(
                     functools.partial(self._write_if_equal, update_fn=update_fn), (), {"value": value, **kwargs}

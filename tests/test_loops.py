@@ -115,6 +115,38 @@ def own_state(strategy: Any) -> Any:
     return step, lambda: [total.numpy(), mean.result()]
 
 
+def what_was_there_before(strategy: Any) -> Any:
+    """A turn hands on what was computed before the loop, which differs between replicas; what it does, it does once."""
+    own = tf.Variable(
+        0.0,
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )
+    context = tf.distribute.get_replica_context
+
+    def step(x: tf.Tensor) -> Any:
+        before = tf.reduce_sum(x, 0)
+        now, inside, number = before, before, 0
+        goes_on = context().all_reduce("SUM", before[0]) < 1e9
+        while goes_on and number < 3:
+            summed = context().all_reduce("SUM", now)
+            own.assign_add(1.0)
+            for _ in tf.range(2):
+                inside = summed * context().all_reduce("MEAN", inside)
+                own.assign_add(10.0)
+                inside = before
+            if number > 1:
+                now = context().all_reduce("SUM", inside)
+                own.assign_add(100.0)
+            else:
+                now = before
+            number += 1
+        return now, inside
+
+    return step, lambda: [own.numpy()]
+
+
 def in_a_function(strategy: Any) -> Any:
     """The loop stands in a nested tf.function, and draws by a generator."""
     generator = tf.random.Generator.from_seed(5)
@@ -154,12 +186,69 @@ def test_replicas_that_cut_their_batches_do_not_meet_in_a_loop() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:A batch of")
-@pytest.mark.parametrize("make", [several_steps, until_it_fits, own_state])
+@pytest.mark.parametrize("make", [several_steps, until_it_fits, own_state, what_was_there_before])
 def test_loops_equal_the_eager_engine(make: Make) -> None:
     """With a short last batch, and one that leaves a replica without rows."""
     data = np.concatenate([X[:ROWS], X[: ROWS - 2]])
     expected = _train(microstrat.MicroBatchStrategy(3), make, lambda fn: fn, data)
     assert not compare.differences(expected, _train(microstrat.MicroBatchStrategy(3), make, data=data), 1e-6)
+
+
+def _effects(place: str, decorator: Any) -> Any:
+    """What is left of effects of many kinds, in a turn (or in what stands in it) and around the loop."""
+    strategy = microstrat.MicroBatchStrategy(3)
+    outside, table = tf.Variable(1.0), tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+    called: list[tuple[str, float]] = []
+    with strategy.scope():
+        kinds = tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA
+        aggregated = [tf.Variable(0.0, trainable=False, aggregation=kind) for kind in kinds]
+        own, shared, mean = tf.Variable(0.0, trainable=False), tf.Variable(0.0), keras.metrics.Mean()
+    context = tf.distribute.get_replica_context
+
+    def act(name: str, value: tf.Tensor) -> None:
+        for variable in aggregated:
+            variable.assign_add(value)
+        own.assign_add(value)
+        shared.assign_add(1.0)
+        mean.update_state(value)
+        outside.assign_add(value)
+        outside.assign(1.5 * outside)
+        table.insert([1, 2], table.lookup(tf.constant([1, 2], tf.int64)) + tf.stack([1.0, value]))
+        tf.numpy_function(lambda value: called.append((name, float(value))), [value], [])
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        before = tf.reduce_sum(x)
+        value = before
+        act("before", value)
+        for number in tf.range(3):
+            value = context().all_reduce("SUM", value) + before
+            if place == "turn":
+                act(place, value)
+            elif place == "loop":
+                for _ in tf.range(number):
+                    act(place, before)
+            elif number == 1:
+                act(place, value)
+            value = before
+        act("after", value)
+        return value
+
+    @decorator
+    def run(x: Any) -> Any:
+        return strategy.run(step, args=(x,))
+
+    x = strategy.experimental_distribute_values_from_function(lambda c: tf.constant([c.replica_id_in_sync_group + 1.0]))
+    returned = run(x).values
+    left = [variable.numpy() for variable in (*aggregated, *own.values, shared, outside, *table.export())]
+    return arrays([returned, left, mean.result()]), called
+
+
+@pytest.mark.parametrize("place", ["turn", "branch"])
+def test_effects_happen_once_a_turn(place: str) -> None:
+    expected, expected_calls = _effects(place, lambda fn: fn)
+    actual, calls = _effects(place, tf.function)
+    assert not compare.differences(expected, actual, 1e-6)
+    assert sorted(calls) == sorted(expected_calls)  # TensorFlow does not order them with what has resources
 
 
 def test_a_loop_in_a_nested_function() -> None:
@@ -203,6 +292,20 @@ def _looping(cond: Callable[..., Any], body: Callable[..., Any]) -> Make:
 def test_replicas_that_turn_a_different_number_of_times_are_refused() -> None:
     with pytest.raises(RuntimeError, match="under a condition that may differ between replicas"):
         _train(microstrat.MicroBatchStrategy(2), _looping(lambda x: x < 10, lambda x: x + _all_reduce(x)))
+
+
+@pytest.mark.parametrize("differs", ["condition", "limit"])
+def test_limits_from_before_the_loop_that_differ_are_refused(differs: str) -> None:
+    def make(strategy: Any) -> Any:
+        def step(x: tf.Tensor) -> Any:
+            value = tf.reduce_sum(x)
+            goes_on, most = (value > 0, 3) if differs == "condition" else (True, tf.cast(value, tf.int32))
+            return tf.while_loop(lambda _: goes_on, lambda x: [_all_reduce(x)], [value], maximum_iterations=most)[0]
+
+        return step, lambda: []
+
+    with pytest.raises(RuntimeError, match="under a condition that may differ between replicas"):
+        _train(microstrat.MicroBatchStrategy(2), make)
 
 
 def test_a_gradient_through_the_loop_is_refused() -> None:

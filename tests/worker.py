@@ -22,11 +22,12 @@ REFERENCES = {
     "real2": "mirrored",
     "real4": "mirrored",
     "real2-eager": "mirrored",
+    "workers2": "mirrored",
     "whole": "plain",
     "whole-eager": "plain-eager",
 }
 """Kinds of runs, and what each is compared with. N is the number of replicas, of which "real2" and "real4" have as many on
-two or four devices; of the last two, N is the number of micro-batches."""
+each of two or four devices, and "workers2" on each of two processes; of the last two, N is the number of micro-batches."""
 
 
 def result_file(directory: pathlib.Path, job: str) -> pathlib.Path:
@@ -49,6 +50,14 @@ def mirrored(number: int) -> Any:
     return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(number)])
 
 
+@functools.cache
+def multi_worker() -> Any:
+    """The strategy of the processes that TF_CONFIG names; TensorFlow wants it before anything else."""
+    import tensorflow as tf
+
+    return tf.distribute.MultiWorkerMirroredStrategy()
+
+
 def make_strategy(kind: str, number: int, name: str) -> Any:
     """The strategy that a run of a program is about."""
     import tensorflow as tf
@@ -65,6 +74,8 @@ def make_strategy(kind: str, number: int, name: str) -> Any:
         return microstrat.MicroBatchStrategy(number, semantics="whole_batch", loss_reduction=entry.whole)
     if devices := real_devices(kind):
         return microstrat.MicroBatchStrategy(number // devices, base=mirrored(devices))
+    if kind == "workers2":
+        return microstrat.MicroBatchStrategy(number // 2, base=multi_worker())
     return microstrat.MicroBatchStrategy(number)
 
 
@@ -119,6 +130,8 @@ def main(directory: pathlib.Path, running: pathlib.Path, jobs: list[str]) -> Non
     parsed = [(kind, int(number), name) for kind, number, name in (job.split(":") for job in jobs)]
     ((kind, number),) = {(kind, number) for kind, number, _ in parsed}
     configure(number if kind == "mirrored" else real_devices(kind) or 1, optimize_graphs=not is_exact(kind, number))
+    if kind == "workers2":
+        multi_worker()
     for job, (_, _, name) in zip(jobs, parsed, strict=True):
         running.write_text(job)
         outcome = run(kind, number, name)

@@ -131,6 +131,28 @@ def nested_function(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
+@program(why_not_whole="it returns the number of the replica")
+def nested_function_with_shared_state(strategy: tf.distribute.Strategy) -> Any:
+    """A nested function whose value differs between replicas, and that writes what all have in common."""
+    with strategy.scope():
+        steps = tf.Variable(0, trainable=False)
+        average = tf.Variable(1.0)
+
+    @tf.function
+    def inner(x: Any) -> tf.Tensor:
+        steps.assign_add(1)
+        return x * average + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+
+    @tf.function
+    def outer(x: Any) -> tf.Tensor:
+        average.assign(0.5 * average + 1.0)
+        return inner(x) + inner(x + 1.0)
+
+    step = tf.function(lambda: strategy.run(lambda: (outer(2.0), steps + 0)))
+    out = [[local(strategy, part) for part in step()] for _ in range(3)]
+    return {"out": out, "steps": steps.numpy(), "average": average.numpy()}
+
+
 @program(why_not_whole="its branches go by the number of the replica")
 def nested_function_in_a_branch(strategy: tf.distribute.Strategy) -> Any:
     """A tf.function that asks for the replica's id and state, called in branches and in one another."""

@@ -179,7 +179,7 @@ def variables_updated_between_runs(strategy: tf.distribute.Strategy) -> Any:
 
 @program(whole="mean")
 def variables_python_values(strategy: tf.distribute.Strategy) -> Any:
-    """Assigned values may be Python numbers and lists."""
+    """Assigned values may be Python numbers and lists, and NumPy and Python take the variables for numbers."""
     with strategy.scope():
         mean = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.MEAN, trainable=False)
         none = tf.Variable(0, trainable=False)
@@ -193,7 +193,9 @@ def variables_python_values(strategy: tf.distribute.Strategy) -> Any:
     step = tf.function(lambda: strategy.run(replica_step))
     for _ in range(3):
         step()
-    return arrays([mean.numpy(), none.numpy(), local_sum.numpy(), per_replica(strategy, [mean, none, local_sum])])
+    taken = [np.asarray(none), np.array(none, np.float64), np.asarray(mean, np.float64)]
+    own = per_replica(strategy, [mean, none, local_sum])
+    return arrays([mean.numpy(), none.numpy(), local_sum.numpy(), own, taken])
 
 
 @program(whole="mean")
@@ -247,6 +249,56 @@ def variables_scatter(strategy: tf.distribute.Strategy) -> Any:
     return table.numpy()
 
 
+@program(why_not_whole="its queue holds rows of replicas")
+def variables_assigned_in_slices(strategy: tf.distribute.Strategy) -> Any:
+    """A queue of keys and other slices, assigned alike and not, here, in branches, loops and nested functions."""
+    with strategy.scope():
+        queue = tf.Variable(rows(8, 2), trainable=False)
+        place = tf.Variable(0, trainable=False)
+        own = tf.Variable(tf.zeros([4, 2]), trainable=False)
+        alike = tf.Variable(tf.zeros([4]), aggregation=tf.VariableAggregation.MEAN, trainable=False)
+        weight = tf.Variable(tf.ones([4]))
+        total = tf.Variable(tf.zeros([3]), synchronization=ON_READ, aggregation=tf.VariableAggregation.SUM)
+
+    @tf.function
+    def nested(x: Any) -> tf.Tensor:
+        own[0].assign([x, x])
+        alike[1:].assign([1.0, 2.0, 3.0])
+        weight[0].assign(weight[0] * 2.0)
+        return own[0, 0] + alike[1] + tf.reduce_sum(weight[weight > 1.0])
+
+    def replica_step() -> Any:
+        number = _replica_number()
+        keys = tf.distribute.get_replica_context().all_gather(tf.fill([1, 2], number), axis=0)
+        first, length = place + 0, tf.shape(keys)[0]
+        queue[first : first + length].assign(keys)
+        place.assign((place + length) % 6)
+        total[1].assign(total[1] + number)
+        result = nested(number + 1.0)
+        own[..., 1].assign(tf.fill([4], number))
+        tf.cond(number > 0.0, lambda: own[3, 0].assign(9.0), lambda: own[3, 0].assign(8.0))
+        for index in tf.range(2):
+            own[index, 0].assign(own[index, 0] + number + 1.0)
+        return result, own.read_value(), weight[tf.newaxis], total[::2]
+
+    step = tf.function(lambda: strategy.run(replica_step))
+    seen = [tf.nest.map_structure(functools.partial(local, strategy), step()) for _ in range(3)]
+    return seen, arrays([v.numpy() for v in (queue, place, own, alike, weight, total)])
+
+
+@program(whole="mean")
+def variables_of_changing_shape(strategy: tf.distribute.Strategy) -> Any:
+    with strategy.scope():
+        list_of_rows = tf.Variable(tf.zeros([0, 2]), shape=[None, 2], trainable=False)
+
+    def replica_step() -> tf.Tensor:
+        list_of_rows.assign(tf.concat([list_of_rows, [[1.0, 2.0]]], axis=0))
+        return tf.shape(list_of_rows)[0]
+
+    step = tf.function(lambda: strategy.run(replica_step))
+    return [local(strategy, step()) for _ in range(3)], list_of_rows.numpy()
+
+
 @program(why_not_whole=UNDECLARED_SUMS)
 def variables_keras_layer_state(strategy: tf.distribute.Strategy) -> Any:
     """A layer with a counter and a random seed of its own, and a SeedGenerator used directly."""
@@ -281,6 +333,26 @@ def random_generator(strategy: tf.distribute.Strategy) -> Any:
         generator = tf.random.Generator.from_seed(11)
     step = tf.function(lambda: strategy.run(lambda: generator.normal([3])))
     return [local(strategy, step()) for _ in range(3)]
+
+
+@program(why_not_whole="it counts replicas")
+def variables_of_nobody_in_merge_functions(strategy: tf.distribute.Strategy) -> Any:
+    """Made outside of the scope, one for all: replicas add to it; a merge function sees what all have added, once."""
+    outside = tf.Variable(1.0)
+
+    def merge(cross: Any, factor: float) -> Any:
+        del cross
+        outside.assign(outside * factor)
+        return outside + 0.0
+
+    def replica_step() -> Any:
+        outside.assign_add(1.0 + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32))
+        seen = tf.distribute.get_replica_context().merge_call(merge, args=(2.0,))
+        outside.assign_add(seen)
+        return seen, tf.distribute.get_replica_context().merge_call(merge, args=(0.5,))
+
+    step = tf.function(lambda: strategy.run(replica_step))
+    return {"seen": [[local(strategy, part) for part in step()] for _ in range(2)], "left": outside.numpy()}
 
 
 @program(why_not_whole="the tensor of two entries that it gives to run is no batch")
