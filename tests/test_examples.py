@@ -31,7 +31,9 @@ def run(script: str | pathlib.Path, *arguments: str) -> subprocess.CompletedProc
     paths = [str(EXAMPLES), MICROSTRAT, os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=TIME_LIMIT)
+    return subprocess.run(
+        command, env=environment, cwd=EXAMPLES.parent, capture_output=True, encoding="utf-8", timeout=TIME_LIMIT
+    )
 
 
 def output_of(script: str | pathlib.Path, *arguments: str) -> str:
@@ -343,3 +345,19 @@ def test_full_digits_without_a_connection(digits: types.ModuleType, monkeypatch:
         digits.load(full=True)
     for part in ("--full downloads MNIST", "no route to host", "Leave out --full"):
         assert part in str(exit.value)
+
+
+# --- An unmodified script ---------------------------------------------------------------------------------------------
+def test_the_command_for_the_unmodified_script_gives_what_its_readme_shows() -> None:
+    readme = (EXAMPLES / "unmodified_script" / "README.md").read_text(encoding="utf-8")
+    command, shown = re.findall(r"^```(?:sh)?\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    python, *arguments = command.split()
+    assert python == "python"
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    logged = [line for line in done.stderr.splitlines() if line.startswith("microstrat: ")]
+    printed = [*logged, *done.stdout.splitlines()]
+    number = re.compile(r"\d+\.\d+")
+    assert [number.sub("…", line) for line in printed] == [number.sub("…", line) for line in shown.splitlines()]
+    numbers, expected = ([float(text) for text in number.findall(" ".join(lines))] for lines in (printed, [shown]))
+    assert numbers == pytest.approx(expected, abs=2e-3)  # other machines round differently; a digit is 2.5e-4
