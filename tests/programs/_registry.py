@@ -18,10 +18,10 @@ import tensorflow as tf
 
 MANY = (1, 2, 3, 4, 8)
 ALL = (1, 2, 3, 4)
-CORE = (1, 2, 3)
-USUAL = (3,)
+CORE = (1, 2, 4)
+USUAL = (4,)
 """Tracing and running the reference takes longer with every replica; most programs run with one number of them."""
-EAGER = (2, 3)
+EAGER = (2, 4)
 """Numbers of replicas that also run under the eager engine."""
 BATCH = 24
 """Rows of a global batch: divisible by every number of replicas here."""

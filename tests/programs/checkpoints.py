@@ -99,7 +99,7 @@ def checkpoint_written_and_read(strategy: tf.distribute.Strategy) -> Any:
         return {"out": out, "names": names}
 
 
-@program(replicas=(2, 3), why_not_whole=OWN_STATISTICS)
+@program(replicas=(2, 4), why_not_whole=OWN_STATISTICS)
 def keras_weights_written_and_read(strategy: tf.distribute.Strategy) -> Any:
     """get_weights, set_weights, and a weights file, after replicas have moved their own statistics."""
     trainer = _Trainer(strategy)
@@ -116,7 +116,7 @@ def keras_weights_written_and_read(strategy: tf.distribute.Strategy) -> Any:
     return out
 
 
-@program(replicas=(2, 3), eager=(), core=True, why_not_whole=OWN_STATISTICS)
+@program(replicas=(2, 4), eager=(), core=True, why_not_whole=OWN_STATISTICS)
 def checkpoint_handed_over(strategy: tf.distribute.Strategy) -> Any:
     """Trains, writes a checkpoint for the other strategy's process, and goes on. See `checkpoint_taken_over`."""
     trainer = _Trainer(strategy)

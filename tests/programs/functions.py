@@ -417,7 +417,7 @@ def accumulated_steps(strategy: tf.distribute.Strategy) -> Any:
 
 
 # --- Layers and optimizers --------------------------------------------------------------------------------------------
-@program(replicas=(2, 3), whole="sum")
+@program(replicas=(2, 4), whole="sum")
 def loop_synchronized_batch_norm(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -445,7 +445,7 @@ def loop_attention(strategy: tf.distribute.Strategy) -> Any:
 
 
 @program(
-    replicas=(2, 3),
+    replicas=(2, 4),
     tolerance=3e-6,
     why="betas that stay a thousand times smaller than what they are a sum of",
     why_not_whole=OWN_STATISTICS,

@@ -94,7 +94,7 @@ def loop_lstm(strategy: tf.distribute.Strategy) -> Any:
     return classify(strategy, build, lambda: keras.optimizers.Adam(0.01), _data(5, 3))
 
 
-@program(replicas=(2, 3), whole="sum")
+@program(replicas=(2, 4), whole="sum")
 def loop_convolution(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(

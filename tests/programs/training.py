@@ -74,7 +74,7 @@ def fit_sgd_momentum(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9)))
 
 
-@program(replicas=(2, 3), core=True, why_not_whole=OWN_STATISTICS)
+@program(replicas=(2, 4), core=True, why_not_whole=OWN_STATISTICS)
 def fit_batch_norm_and_dropout(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -93,7 +93,7 @@ def fit_batch_norm_and_dropout(strategy: tf.distribute.Strategy) -> Any:
     return {**out, "evaluate": model.evaluate(_data(), verbose=0), "predict": model.predict(rows(BATCH, 6), verbose=0)}
 
 
-@program(replicas=(2, 3), whole="mean")
+@program(replicas=(2, 4), whole="mean")
 def fit_convolution(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -116,7 +116,7 @@ def fit_lstm(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, build), _data(4, 3))
 
 
-@program(replicas=(2, 3), whole="mean")
+@program(replicas=(2, 4), whole="mean")
 def fit_embedding(strategy: tf.distribute.Strategy) -> Any:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -137,7 +137,7 @@ def fit_uneven_last_batch(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy), _data(number=BATCH + 17))
 
 
-@program(replicas=(2, 3), whole="mean")
+@program(replicas=(2, 4), whole="mean")
 def fit_adamw_ema_clipping(strategy: tf.distribute.Strategy) -> Any:
     def optimizer() -> keras.optimizers.Optimizer:
         return keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.8, global_clipnorm=0.2)
@@ -202,7 +202,7 @@ def evaluate_and_predict(strategy: tf.distribute.Strategy) -> Any:
     }
 
 
-@program(replicas=(2, 3), whole="mean")
+@program(replicas=(2, 4), whole="mean")
 def on_batch_methods(strategy: tf.distribute.Strategy) -> Any:
     model = _compiled(strategy)
     x, y = rows(BATCH, 6), labels(BATCH)
@@ -212,20 +212,20 @@ def on_batch_methods(strategy: tf.distribute.Strategy) -> Any:
     return {"out": arrays(out), **model_state(model)}
 
 
-@program(replicas=(2, 3), whole="mean")
+@program(replicas=(2, 4), whole="mean")
 def fit_class_weight(strategy: tf.distribute.Strategy) -> Any:
     model = _compiled(strategy, weighted_metrics=["accuracy"], metrics=[])
     return _fit(strategy, model, class_weight={0: 1.0, 1: 2.0, 2: 0.5, 3: 3.0})
 
 
-@program(replicas=(2, 3), whole="mean")
+@program(replicas=(2, 4), whole="mean")
 def fit_sample_weight(strategy: tf.distribute.Strategy) -> Any:
     weights = np.abs(rows(2 * BATCH, seed=5))
     model = _compiled(strategy, weighted_metrics=["accuracy"])
     return _fit(strategy, model, _data(extra=(weights,)), validation_data=_data(extra=(weights,)))
 
 
-@program(replicas=(2, 3), core=True, whole="mean", micro_batches=WHOLE_MORE)
+@program(replicas=(2, 4), core=True, whole="mean", micro_batches=WHOLE_MORE)
 def fit_arrays_with_validation(strategy: tf.distribute.Strategy) -> Any:
     """NumPy arrays, a validation split, a batch size that doesn't divide the rows."""
     model = _compiled(strategy)
@@ -244,7 +244,7 @@ def fit_steps_per_execution(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, model, _data(number=5 * BATCH), epochs=2, validation_data=_data(number=4 * BATCH))
 
 
-@program(replicas=(2, 3), whole="mean")
+@program(replicas=(2, 4), whole="mean")
 def fit_repeated_dataset(strategy: tf.distribute.Strategy) -> Any:
     model = _compiled(strategy)
     history = model.fit(_data().repeat(), epochs=2, steps_per_epoch=3, verbose=0)
@@ -257,7 +257,7 @@ def fit_run_eagerly(strategy: tf.distribute.Strategy) -> Any:
     return _fit(strategy, _compiled(strategy, run_eagerly=True), epochs=2)
 
 
-@program(replicas=(2, 3), whole="mean")
+@program(replicas=(2, 4), whole="mean")
 def fit_metrics(strategy: tf.distribute.Strategy) -> Any:
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, activation="sigmoid")])
@@ -274,7 +274,7 @@ def fit_metrics(strategy: tf.distribute.Strategy) -> Any:
 
 
 @program(
-    replicas=(2, 3),
+    replicas=(2, 4),
     eager=(),
     why="Keras weighs the losses of several outputs by the batch size only where it is static",
     whole="mean",
