@@ -2,9 +2,9 @@
 
 import importlib
 
-from tests.programs._registry import EXACT, PROGRAMS, TOLERANCE, Program, program
+from tests.programs._registry import EXACT, PROGRAMS, TOLERANCE, TOLERANCE_LATER, Program, program
 
-__all__ = ["EXACT", "PROGRAMS", "TOLERANCE", "Program", "program"]
+__all__ = ["EXACT", "PROGRAMS", "TOLERANCE", "TOLERANCE_LATER", "Program", "program"]
 
 _MODULES = (
     "loops", "functions", "training", "variables", "collectives", "inputs", "checkpoints", "legacy_keras", "whole",
