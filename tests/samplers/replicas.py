@@ -47,6 +47,8 @@ ROUNDING = 1e-4
 """A larger difference in float32, relative to the largest number of the program, is never taken for rounding."""
 IN_FLOAT64 = 1e-10
 """A program that differs by more than the tolerance runs again in float64. If that was rounding, less than this is left."""
+DEVICES = 2
+"""Real replicas that share the virtual ones, in programs with an even number of them."""
 LIMIT = 30
 """Seconds that a program may take: MirroredStrategy on logical CPUs can deadlock. It gets a second chance."""
 
@@ -77,7 +79,8 @@ def check(program: Program, *, with_stock: bool = True) -> Outcome:
     """Runs a program every way and compares. In a process without MirroredStrategy, our engines with each other."""
     results: dict[str, Any] = {}
     outcome = Outcome()
-    for engine in ("mirrored", "looped", "eager") if with_stock else ("looped", "eager"):
+    ours = ("looped", "eager") + ("real",) * (program.replicas % DEVICES == 0)
+    for engine in ("mirrored", *ours) if with_stock else ours:
         try:
             results[engine] = _results(program, engine)
         except Exception as error:
@@ -143,9 +146,12 @@ def _results(program: Program, engine: str, *, wide: bool = False) -> Any:
 
     keras.backend.clear_session()
     tf.random.set_seed(program.index)
-    strategy = (
-        worker.mirrored(program.replicas) if engine == "mirrored" else microstrat.MicroBatchStrategy(program.replicas)
-    )
+    if engine == "mirrored":
+        strategy: Any = worker.mirrored(program.replicas)
+    elif engine == "real":
+        strategy = microstrat.MicroBatchStrategy(program.replicas // DEVICES, base=worker.mirrored(DEVICES))
+    else:
+        strategy = microstrat.MicroBatchStrategy(program.replicas)
     eager = engine == "eager" or (engine == "mirrored" and program.crashes_stock_graphs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
