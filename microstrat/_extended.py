@@ -38,10 +38,10 @@ def _has_one_replica(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy.extended, MicroBatchExtended) and strategy.extended.reduces_axes_itself
 
 
-def _written_everywhere(value: Any) -> Any:
-    """An argument of `update`: a variable with a value per replica is to be written for all of them."""
+def _written_everywhere(value: Any, replica: int) -> Any:
+    """An argument of `update` on a replica's device: a variable with a value per replica is to be written for all there."""
     is_local = isinstance(value, _variables.VirtualMirroredVariable) and value.rows is not None
-    return _variables.EveryReplicaView(value, 0) if is_local and _tracing.current_tracing() is None else value
+    return _variables.EveryReplicaView(value, replica) if is_local and _tracing.current_tracing() is None else value
 
 
 class MicroBatchExtended(_tf.StrategyExtended):
@@ -320,8 +320,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
     def _update_once(self, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool, replica: int = 0) -> Any:
         """All replicas of a device share the variable, so an update runs once there; varying arguments stay varying and are
         refused later."""
-        args, kwargs = tf.nest.map_structure(_written_everywhere, (tuple(args), kwargs))
-        args, kwargs = _values.select_replica((args, kwargs), replica)
+        args, kwargs = tf.nest.map_structure(lambda value: _written_everywhere(value, replica), (tuple(args), kwargs))
+        args, kwargs = _values.select_replica((args, kwargs), 0)  # which are the same for all
         device = self.real.scope if _tracing.current_tracing() is not None else self.device_of(replica)
         with tf.device(device), _tf.UpdateContext(replica):
             result = fn(*args, **kwargs)

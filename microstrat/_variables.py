@@ -84,6 +84,10 @@ class Rows:
         """Number of rows on all devices; in a trace, on whichever device."""
         return self.parts[0].shape[0] * len(self._parts)
 
+    def beside(self, row: int) -> Rows:
+        """The rows on the device of one."""
+        return Rows([self.parts[row // self.parts[0].shape[0]]])
+
     def read_value(self) -> tf.Tensor:
         """[N, ...], all rows."""
         values = [part.read_value() for part in self._parts]
@@ -251,35 +255,38 @@ def _with_slice(variable: Any, begin: Any, end: Any, strides: Any, value: Any, m
 
 
 class AllReplicasView:
-    """All replicas' values at once: what a cross-replica assignment to a variable with a value per replica means."""
+    """All replicas' values at once: what a cross-replica assignment to a variable with a value per replica means.
 
-    def __init__(self, container: Any):
+    `rows`: the values, if they are not all of `container`'s.
+    """
+
+    def __init__(self, container: Any, rows: Rows | None = None):
         self._container = container
+        self._rows = container.rows if rows is None else rows
 
     def _spread(self, value: Any) -> tf.Tensor:
-        rows = self._container.rows
-        tensor = tf.convert_to_tensor(value, dtype=rows.dtype)
+        tensor = tf.convert_to_tensor(value, dtype=self._rows.dtype)
         self._container.shape.assert_is_compatible_with(tensor.shape)
-        return spread(tensor, rows.here)
+        return spread(tensor, self._rows.here)
 
     def assign(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
         del use_locking, name, read_value
-        return self._container.rows.update("assign", self._spread(value))
+        return self._rows.update("assign", self._spread(value))
 
     def assign_add(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
         del use_locking, name, read_value
-        return self._container.rows.update("assign_add", self._spread(value))
+        return self._rows.update("assign_add", self._spread(value))
 
     def assign_sub(self, value: Any, use_locking: Any = False, name: Any = None, read_value: bool = True) -> Any:
         del use_locking, name, read_value
-        return self._container.rows.update("assign_sub", self._spread(value))
+        return self._rows.update("assign_sub", self._spread(value))
 
 
 class EveryReplicaView(ReplicaView):
-    """Read as replica 0's value; written for all replicas."""
+    """Read as one replica's value; written for all replicas of its device."""
 
     def _everywhere(self, method: str, value: Any) -> Any:
-        getattr(AllReplicasView(self._container), method)(value)
+        getattr(AllReplicasView(self._container, self._container.rows.beside(self._replica_id)), method)(value)
         self._container.follow_replica_0()
         return self
 
@@ -476,7 +483,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             return self._lent_handle()
         elif self.may_become_local and isinstance(context, _context.ReplicaContext):
             self._assume_shared(writing=False)
-        return self._primary.handle
+        updated = _tf.get_update_replica_id()
+        return self._primary.handle if updated is None or self.rows is not None else self._get_replica(updated).handle
 
     @property
     def may_become_local(self) -> bool:
