@@ -483,8 +483,14 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             return self._lent_handle()
         elif self.may_become_local and isinstance(context, _context.ReplicaContext):
             self._assume_shared(writing=False)
+        return self._component_here().handle
+
+    def _component_here(self) -> Any:
+        """The component on the device that `update` runs on; else the primary."""
         updated = _tf.get_update_replica_id()
-        return self._primary.handle if updated is None or self.rows is not None else self._get_replica(updated).handle
+        return (
+            self._primary if updated is None or _tracing.current_tracing() is not None else self.component_of(updated)
+        )
 
     @property
     def may_become_local(self) -> bool:
@@ -517,8 +523,10 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         return tf.identity(self._primary)
 
     def _get_on_device_or_primary(self) -> Any:
-        if _tf.is_saving_non_distributed() or not self.in_own_replica_context():
+        if _tf.is_saving_non_distributed():
             return self._primary
+        if not self.in_own_replica_context():
+            return self._component_here()
         if self.rows is not None:
             return self.read_row(_context.live_row())
         if self.may_become_local:
