@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context  # noqa: TID251 - no public name shows what runs where
 
 import microstrat
-from microstrat import _lower
+from microstrat import _lower, _values
 
 DEVICES = 2
 tf.config.threading.set_inter_op_parallelism_threads(8)
@@ -192,6 +192,25 @@ def test_uneven_batches(strategy: Any, rows: int) -> None:
     np.testing.assert_allclose(local(strategy, total)[0], X[:rows].sum(0), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(local(strategy, gathered)[0], X[:rows])
     assert local(strategy, one) == [1] * 4
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 2), (2, 0)])
+def test_a_batch_that_came_in_two_parts(strategy: Any, sizes: tuple[int, int]) -> None:
+    """As of several processes with two devices each: every device's part is cut for its replicas."""
+    first, second = sizes
+    parts = [tf.constant(X[:first]), tf.constant(X[first : first + second])]
+    batch = _values.DeviceRows(4, parts)
+    entries = [part.numpy() for part in batch.values]
+    shares = [-(-first // 2), first - -(-first // 2), -(-second // 2), second - -(-second // 2)]
+    assert [len(entry) for entry in entries] == shares
+    rows, total = run(
+        strategy,
+        lambda x: (x, tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_sum(x, 0))),
+        batch,
+    )
+    for own, entry in zip(strategy.experimental_local_results(rows), entries, strict=True):
+        np.testing.assert_array_equal(own, entry)
+    np.testing.assert_allclose(local(strategy, total)[0], X[: first + second].sum(0), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("micro_batches", "replicas"), [(3, 1), (2, 2)])
