@@ -364,7 +364,8 @@ class _PerReplicaRows:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         # NumPy would ask the eager tensor, which gives no array where there is one number.
-        return np.array(self.numpy(), dtype=dtype, copy=copy)  # type: ignore[attr-defined]
+        array = np.asarray(self.numpy(), dtype=dtype)  # type: ignore[attr-defined]
+        return array.copy() if copy else array  # NumPy 1 has no copy=None
 
     def __getitem__(self, index: Any) -> tf.Tensor:
         own = self.in_own_replica_context() and not _tf.is_saving_non_distributed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -234,6 +235,33 @@ def test_a_script_for_one_device(tmp_path: pathlib.Path) -> None:
         "microstrat: MirroredStrategy(['GPU:0']) gives <MicroBatchStrategy: 1 replica = 1 CPU, in 3 micro-batches>; "
         "what it says is ignored",
     ]
+
+
+FIT = """
+import keras
+import numpy as np
+
+keras.utils.set_random_seed(0)
+with np.load("mnist_5k.npz") as file:
+    order = np.random.default_rng(0).permutation(5000)[:500]
+    x, y = file["images"][order].reshape([500, 784]) / 255.0, file["labels"][order]
+model = keras.Sequential([keras.Input((784,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(10)])
+model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+print(*model.fit(x, y, batch_size=64, epochs=2, verbose=0).history["loss"], *model.evaluate(x, y, verbose=0))
+"""
+
+
+def test_fit_on_one_device_comes_to_the_same(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "script.py").write_text(FIT)
+    shutil.copy(EXAMPLE.parent.parent / "data" / "mnist_5k.npz", tmp_path)
+    direct = start(tmp_path, "script.py")
+    shown, logged = output_of(tmp_path, "-m", "microstrat", "run", "--micro-batches", "5", "script.py")
+    assert logged == ["microstrat: 1 replica = 1 CPU, in 5 micro-batches"]
+    code, expected, errors = result(direct)
+    assert code == 0, errors
+    np.testing.assert_allclose(
+        [float(part) for part in shown[0].split()], list(map(float, expected.split())), rtol=1e-5
+    )
 
 
 WITH_CHILDREN = """
