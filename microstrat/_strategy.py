@@ -194,6 +194,12 @@ class MicroBatchStrategy(tf.distribute.Strategy):
             return self.extended.reduce_axis(reduce_op, value, axis)
         return super().reduce(reduce_op, value, axis)
 
+    @property
+    def cluster_resolver(self) -> Any:
+        """The base's, which says which worker this process is; None without one."""
+        base = self.extended.real.base
+        return None if base is None else base.cluster_resolver
+
     def __getattr__(self, name: str) -> Any:
         # An AttributeError, so that hasattr() tells a strategy for TPUs from this one, as from any other.
         if name.startswith("experimental_") and "logical_device" in name:
@@ -238,7 +244,10 @@ def _existing_device(device: str | None) -> str:
 
 
 def _real_replicas(base: Any, device: str | None) -> _real.Real:
-    if not isinstance(base, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy):
+    stock = isinstance(base, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy)
+    if not stock or isinstance(
+        base, MicroBatchStrategy
+    ):  # which it may be too, where it is made by microstrat.virtualize
         raise _errors.bad_base(base)
     if device is not None:
         raise _errors.base_and_device(base, device)

@@ -45,8 +45,8 @@ def virtualize(
     They are `MirroredStrategy`, `MultiWorkerMirroredStrategy` (also under `experimental`) and `OneDeviceStrategy`, by
     whatever name they are reached, in all threads. There is one strategy, however often it is asked for; their arguments
     (devices) are ignored, which is logged. Where it is virtual, its class is a subclass of the one first asked for, so that
-    `isinstance(strategy, tf.distribute.MirroredStrategy)` says what the program expects. A program's own subclasses
-    keep what they override.
+    `isinstance(strategy, tf.distribute.MirroredStrategy)` says what the program expects. (Not of MultiWorkerMirroredStrategy
+    where there are several workers: Keras' `fit` fails with that class.) A program's own subclasses keep what they override.
 
     With `micro_batches` alone, the block is under the strategy's scope too: `fit` and `tf.distribute.get_strategy()` use
     it. A custom loop is cut where it says `strategy.run`; one that says nothing of strategies runs as it is, with a warning.
@@ -152,18 +152,23 @@ class _Given:
         del args, kwargs
 
 
-class _OfWorkers:
+class _OfWorkers(tf.distribute.Strategy):
     """What programs read of a MultiWorkerMirroredStrategy, on one device too."""
 
     @property
     def cluster_resolver(self) -> Any:
-        of_base: Any = tf.distribute.Strategy.cluster_resolver
-        return of_base.fget(self) or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        return super().cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
 
 
 def _can_be(strategy: Any, asked: Any) -> bool:
-    """Whether the strategy can have a class that is `asked` too: TensorFlow's own strategies are what they are."""
-    return isinstance(strategy, (_strategy.MicroBatchStrategy, _constructor(asked)))
+    """Whether the strategy can have a class that is `asked` too."""
+    constructor = _constructor(asked)
+    if not isinstance(strategy, _strategy.MicroBatchStrategy):
+        return isinstance(strategy, constructor)  # TensorFlow's own strategies are what they are
+    # Keras 3.15 reduces what workers report by axes that it does not have, if a strategy for workers is of this class.
+    return not (
+        issubclass(constructor, tf.distribute.MultiWorkerMirroredStrategy) and strategy.extended.real.workers > 1
+    )
 
 
 def _constructor(asked: Any) -> Any:

@@ -171,19 +171,48 @@ def test_on_four_devices() -> None:
     ],
 )
 def test_two_workers(replicas: str, printed: str) -> None:
+    code = f"strategy = microstrat.make_strategy({replicas})\nprint(strategy, *total(strategy))"
+    assert run_on_two_workers(code) == [[printed]] * 2
+
+
+def test_virtualized_fit_on_two_workers() -> None:
+    """Keras' `fit` with a MultiWorkerMirroredStrategy of TensorFlow's own fails in its first epoch."""
+    code = """
+    import keras
+    microstrat_virtualize = microstrat.virtualize(replicas=4)
+    microstrat_virtualize.__enter__()
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    print(strategy, strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((tf.eye(4), tf.ones([4, 1]))).repeat(4)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    print(model.fit(data.with_options(options), epochs=2, verbose=0).history["loss"])
+    """
+    one, other = run_on_two_workers(code)
+    assert [lines[0] for lines in (one, other)] == [
+        f"<MicroBatchStrategy: 4 replicas = 2 workers × 1 CPU × 2 micro-batches> worker {index}" for index in range(2)
+    ]
+    losses = [float(loss) for loss in one[1].strip("[]").split(",")]
+    assert one[1] == other[1] and losses[1] < losses[0]
+
+
+def run_on_two_workers(code: str) -> list[list[str]]:
+    """The lines that a program prints on each of two workers."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         addresses = [f"127.0.0.1:{listening.getsockname()[1]}" for listening in (one, other)]
     workers = [
         start(
-            f"strategy = microstrat.make_strategy({replicas})\nprint(strategy, *total(strategy))",
-            TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}),
+            code, TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
         )
         for index in range(2)
     ]
-    for worker in workers:
-        assert finish(worker) == [printed]
+    return [finish(worker) for worker in workers]
 
 
 @pytest.mark.core

@@ -93,6 +93,14 @@ def test_real_strategies_of_our_own_are_made_as_ever() -> None:
     assert not isinstance(strategy, tf.distribute.OneDeviceStrategy)  # TensorFlow's own is what it is
 
 
+def test_a_base_must_be_real() -> None:
+    with (
+        microstrat.virtualize(replicas=3),
+        pytest.raises(TypeError, match=r"base must be .* Got <MicroBatchStrategy: 3 rep"),
+    ):
+        microstrat.MicroBatchStrategy(2, base=tf.distribute.MirroredStrategy())
+
+
 class Named(tf.distribute.MirroredStrategy):
     """A program's own subclass."""
 
