@@ -88,7 +88,9 @@ def test_a_branch_that_some_replicas_take() -> None:
 def test_semantics_that_do_not_exist_and_a_base_that_is_none() -> None:
     with pytest.raises(ValueError, match="semantics must be 'replicas' or 'whole_batch', not 'both'"):
         microstrat.MicroBatchStrategy(2, semantics="both")
-    with pytest.raises(TypeError, match=r"base must be a tf\.distribute\.MirroredStrategy or MultiWorkerMirroredStrategy"):
+    with pytest.raises(
+        TypeError, match=r"base must be a tf\.distribute\.MirroredStrategy or MultiWorkerMirroredStrategy"
+    ):
         microstrat.MicroBatchStrategy(2, base=tf.distribute.get_strategy())
 
 
