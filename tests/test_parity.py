@@ -23,7 +23,7 @@ def _kinds(entry: programs.Program) -> dict[str, tuple[int, ...]]:
         "eager": entry.eager,
         "real2": tuple(number for number in ((4, 8) if 4 in entry.replicas else (2,)) if number in entry.replicas),
         "real4": tuple(number for number in (8,) if number in entry.replicas),
-        "real2-eager": (4,) if entry.core and 4 in entry.eager else (),
+        "real2-eager": (4,) if entry.core and entry.eager and 4 in entry.replicas else (),
         "whole": entry.micro_batches,
         "whole-eager": (5,) if entry.core and entry.whole else (),
     }
