@@ -1,4 +1,4 @@
-"""One training that moves: 8 virtual replicas, then 4 on each of 2 devices, 4 devices, no strategy; against one that stays."""
+"""One training that moves: 8 virtual replicas, 4 on each of 2 devices, 4 devices, no strategy; and one that stays."""
 
 import functools
 import pathlib

@@ -423,16 +423,18 @@ class _Emitter:
         test_name = self._function(f"stage_{stage}_test", list(test), inputs, [condition])
         done = []
         for device in self.devices:
-            with self._on(device), tf.control_dependencies(self.previous):
+            with self._on(device):
+                starts = [variable.start() for variable in variables]
                 invariant = [outside(device) for _, outside in invariants]
-                results = tf.raw_ops.While(
-                    input=[variable.start() for variable in variables] + invariant,
-                    cond=test_name,
-                    body=body_names[device],
-                    output_shapes=[variable.shape for variable in variables] + [outer.shape for outer in invariant],
-                    parallel_iterations=1,
-                    name=f"{self.tracing.graph_name}_replicas",
-                )
+                with tf.control_dependencies(self.previous):
+                    results = tf.raw_ops.While(
+                        input=[*starts, *invariant],
+                        cond=test_name,
+                        body=body_names[device],
+                        output_shapes=[variable.shape for variable in variables] + [outer.shape for outer in invariant],
+                        parallel_iterations=1,
+                        name=f"{self.tracing.graph_name}_replicas",
+                    )
                 op = results[0].op
                 _tf.set_lowering(op)
                 _tf.set_loop_attributes(op, len(results))

@@ -9,7 +9,9 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import threading
 import time
+import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -20,17 +22,25 @@ JOB_LIMIT = 120
 """Seconds that a program may take: MirroredStrategy on logical CPUs can deadlock. It gets a second chance."""
 
 
+PARTS = 4
+"""Processes that the jobs for one device are spread over; two run at a time."""
+
+
 class _Group(NamedTuple):
     """Jobs that share a process."""
 
-    kind: str
-    number: int
     after: str
+    devices: int
+    part: int
 
-
-def _group(job: str) -> _Group:
-    kind, number, name = job.split(":")
-    return _Group(kind, int(number), programs.PROGRAMS[name].after)
+    @classmethod
+    def of(cls, job: str) -> _Group:
+        kind, number, name = job.split(":")
+        after = programs.PROGRAMS[name].after
+        devices = worker.devices(kind, int(number))
+        # By name, so that a program is with its reference. With several devices there is only one MirroredStrategy.
+        part = zlib.crc32(name.encode()) % PARTS if devices == 1 and not after else 0
+        return cls(after, devices, part)
 
 
 class Session:
@@ -39,15 +49,16 @@ class Session:
     def __init__(self, directory: pathlib.Path, jobs: Iterable[str], *, processes: int = 2):
         self._directory = directory
         self._pool = concurrent.futures.ThreadPoolExecutor(processes)
+        self._closing = threading.Event()
         groups: dict[_Group, list[str]] = {}
         for job in jobs:
-            groups.setdefault(_group(job), []).append(job)
-            if after := _group(job).after:
+            groups.setdefault(_Group.of(job), []).append(job)
+            if after := _Group.of(job).after:
                 for kind, number in itertools.product(("mirrored", "looped"), programs.PROGRAMS[after].replicas):
                     earlier = f"{kind}:{number}:{after}"
-                    groups.setdefault(_group(earlier), []).append(earlier)
-        # References with many replicas take longest, so they start first; what waits for others starts last.
-        order = sorted(groups, key=lambda group: (group.after, group.kind in worker.REFERENCES, -group.number))
+                    groups.setdefault(_Group.of(earlier), []).append(earlier)
+        # MirroredStrategy takes longest, and may hang, so it starts first; what waits for others starts last.
+        order = sorted(groups, key=lambda group: (group.after, group.devices == 1, -len(groups[group])))
         self._runs: dict[_Group, concurrent.futures.Future[None]] = {}
         for group in order:
             waits_for = list(self._runs.values()) if group.after else []
@@ -62,10 +73,11 @@ class Session:
     def outcome(self, kind: str, number: int, name: str) -> dict[str, Any]:
         """The outcome of a job, as `tests.worker.write` describes it; waits for its process."""
         job = f"{kind}:{number}:{name}"
-        self._runs[_group(job)].result()
+        self._runs[_Group.of(job)].result()
         return pickle.loads(worker.result_file(self._directory, job).read_bytes())
 
     def close(self) -> None:
+        self._closing.set()
         self._pool.shutdown(cancel_futures=True)
 
     def _run(self, group: _Group, jobs: list[str], waits_for: list[concurrent.futures.Future[None]]) -> None:
@@ -76,7 +88,7 @@ class Session:
         hung: set[str] = set()
         while True:
             left = [job for job in jobs if not worker.result_file(self._directory, job).exists()]
-            if not left:
+            if not left or self._closing.is_set():
                 return
             running, log = self._run_once(directory, left)
             if running is None:
@@ -104,7 +116,7 @@ class Session:
                 time.sleep(0.1)
                 if (now_running := running.read_text()) != current:
                     current, since = now_running, time.monotonic()
-                elif time.monotonic() - since > JOB_LIMIT:
+                elif time.monotonic() - since > JOB_LIMIT or self._closing.is_set():
                     process.kill()
                     process.wait()
         current = running.read_text() or jobs[0]

@@ -85,10 +85,12 @@ def test_a_branch_that_some_replicas_take() -> None:
         in_function(build)
 
 
-def test_semantics_and_base_leave_their_place() -> None:
+def test_semantics_that_do_not_exist_and_a_base_that_is_none() -> None:
     with pytest.raises(ValueError, match="semantics must be 'replicas' or 'whole_batch', not 'both'"):
         microstrat.MicroBatchStrategy(2, semantics="both")
-    with pytest.raises(NotImplementedError, match="base "):
+    with pytest.raises(
+        TypeError, match=r"base must be a tf\.distribute\.MirroredStrategy or MultiWorkerMirroredStrategy"
+    ):
         microstrat.MicroBatchStrategy(2, base=tf.distribute.get_strategy())
 
 

@@ -23,7 +23,7 @@ DRAWS = 150
 
 
 def test_draws_agree() -> None:
-    command = [sys.executable, "-m", "tests.samplers.replicas", "--draws", str(DRAWS), "--seed", "1", "--jobs", "2"]
+    command = [sys.executable, "-m", "tests.samplers.replicas", "--draws", str(DRAWS), "--seed", "1", "--jobs", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     last = re.fullmatch(

@@ -419,7 +419,7 @@ def outcome(test: unittest.TestCase) -> dict[str, str]:
 
 def main(suite: str, kind: str, file: pathlib.Path) -> None:
     """Runs a suite's cases and writes their outcomes after each one."""
-    worker.configure(2, optimize_graphs=True)
+    worker.configure(2)
     make = {"tensorflow": tensorflow_case, "keras": keras_case, "tf_keras": tf_keras_case}[suite]
     outcomes = {}
     for case in cases(suite):

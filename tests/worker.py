@@ -94,6 +94,7 @@ def run(kind: str, number: int, name: str) -> dict[str, Any]:
     keras.backend.clear_session()
     keras.utils.set_random_seed(7)
     tf.config.run_functions_eagerly(kind.endswith("eager"))
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": is_exact(kind, number)})
     start, start_cpu = time.perf_counter(), time.process_time()
     try:
         outcome = {"results": programs.PROGRAMS[name].run(make_strategy(kind, number, name))}
@@ -109,7 +110,12 @@ def is_exact(kind: str, number: int) -> bool:
     return kind in ("mirrored", "looped", "eager") and number in programs.EXACT
 
 
-def configure(number_of_devices: int, optimize_graphs: bool) -> None:
+def devices(kind: str, number: int) -> int:
+    """How many logical CPUs a job needs."""
+    return number if kind == "mirrored" else real_devices(kind) or 1
+
+
+def configure(number_of_devices: int) -> None:
     """Sets TensorFlow up; before it starts."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tensorflow as tf
@@ -119,20 +125,19 @@ def configure(number_of_devices: int, optimize_graphs: bool) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(8)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     cpu = tf.config.list_physical_devices("CPU")[0]
-    devices = [tf.config.LogicalDeviceConfiguration() for _ in range(number_of_devices)]
-    tf.config.set_logical_device_configuration(cpu, devices)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not optimize_graphs})
+    logical = [tf.config.LogicalDeviceConfiguration() for _ in range(number_of_devices)]
+    tf.config.set_logical_device_configuration(cpu, logical)
 
 
 def main(directory: pathlib.Path, running: pathlib.Path, jobs: list[str]) -> None:
-    """Runs jobs that are all of one kind and one N."""
+    """Runs jobs that all need the same number of devices."""
 
     parsed = [(kind, int(number), name) for kind, number, name in (job.split(":") for job in jobs)]
-    ((kind, number),) = {(kind, number) for kind, number, _ in parsed}
-    configure(number if kind == "mirrored" else real_devices(kind) or 1, optimize_graphs=not is_exact(kind, number))
-    if kind == "workers2":
+    (number_of_devices,) = {devices(kind, number) for kind, number, _ in parsed}
+    configure(number_of_devices)
+    if any(kind == "workers2" for kind, _, _ in parsed):
         multi_worker()
-    for job, (_, _, name) in zip(jobs, parsed, strict=True):
+    for job, (kind, number, name) in zip(jobs, parsed, strict=True):
         running.write_text(job)
         outcome = run(kind, number, name)
         write(directory, job, outcome)

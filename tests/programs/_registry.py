@@ -22,7 +22,7 @@ CORE = (1, 2, 4)
 USUAL = (4,)
 """Tracing and running the reference takes longer with every replica; most programs run with one number of them."""
 EAGER = (2, 4)
-"""Numbers of replicas that also run under the eager engine."""
+"""Of these numbers of replicas, the first that a program is compared at also runs under the eager engine."""
 BATCH = 24
 """Rows of a global batch: divisible by every number of replicas here."""
 EXACT = (1, 2)
@@ -93,7 +93,7 @@ def program(
 
     Args:
         replicas: numbers of replicas to compare at; default, `USUAL` or `CORE`.
-        eager: those of them to run with the eager engine too.
+        eager: the first of these that is one of them runs with the eager engine too.
         tolerance: see `TOLERANCE`; another one needs a reason.
         why: the reason for another tolerance, or for running at fewer numbers of replicas or not eagerly.
         core: also run on the oldest supported TensorFlow.
@@ -116,7 +116,7 @@ def program(
             raise ValueError(f"two programs are called {name}")
         numbers = tuple((CORE if core else USUAL) if replicas is None else replicas)
         parts = tuple(micro_batches or (WHOLE_CORE if core else WHOLE)) if whole else ()
-        both = tuple(number for number in eager if number in numbers)
+        both = tuple(number for number in eager if number in numbers)[:1]
         PROGRAMS[name] = Program(
             name=name,
             run=function,

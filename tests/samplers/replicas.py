@@ -49,7 +49,7 @@ IN_FLOAT64 = 1e-10
 """A program that differs by more than the tolerance runs again in float64. If that was rounding, less than this is left."""
 DEVICES = 2
 """Real replicas that share the virtual ones, in programs with an even number of them."""
-LIMIT = 30
+LIMIT = 60
 """Seconds that a program may take: MirroredStrategy on logical CPUs can deadlock. It gets a second chance."""
 
 
@@ -192,7 +192,7 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
 # --- The process that runs the programs of one number of replicas -----------------------------------------------------
 def work(replicas: int, seed: int, indices: Sequence[int], *, shrinking: bool) -> None:
     """Prints a line of JSON before and after each program."""
-    worker.configure(replicas, optimize_graphs=True)
+    worker.configure(replicas)
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints, does so elsewhere
 
@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     start, summary = time.perf_counter(), _Summary()
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        running = [pool.submit(run, replicas) for replicas in sorted(groups)]
+        running = [pool.submit(run, replicas) for replicas in sorted(groups, reverse=True)]  # what takes longest first
         for count in range(1, len(indices) + 1):
             summary.add(seen.get(), options.seed, describe=bool(options.index))
             if count % 50 == 0 and count < len(indices):
