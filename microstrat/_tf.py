@@ -660,9 +660,10 @@ def with_gradient(
     with stop_recording():
         with tf.device(host):
             slices = [tensor if tensor.shape.rank in (0, None) else tensor[:0] for tensor in tensors]
-        # Grappler forwards an input of an IdentityN to its reader, but not that the reader came after its other inputs.
+        # Grappler forwards an input of an IdentityN to its reader, but not that the reader came after its other inputs. It
+        # drops an Identity too, and a constant: only what it takes for work keeps what each result comes after.
         with tf.control_dependencies([*results, *slices]), tf.control_dependencies([tf.no_op()]):
-            results = [tf.identity(result) for result in results]
+            results = [tf.ensure_shape(result, result.shape) for result in results]
         outputs = tf.raw_ops.IdentityN(input=[*results, *handles, *slices])
     (op,) = {output.op for output in outputs}
     set_read_only_resources(op, range(len(results), len(results) + len(handles)))
