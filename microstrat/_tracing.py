@@ -445,14 +445,12 @@ class Tracing:
         while first.continues is not None:
             first = first.continues
         replica_function = first.graph if first.around is None else first.around.graph
-        graph: Any
-        while _tf.is_inside(graph := getattr(value, "graph", None), replica_function):
+        while _tf.is_inside(getattr(value, "graph", None), replica_function):
             if value.op.type not in ("Placeholder", "Const"):  # a capture may be either
                 return False
-            outer = next((outer for outer, inner in graph.captures if inner is value), None)
-            if outer is None:
+            value = _tf.captured(value)
+            if value is None:
                 return False
-            value = outer
         return True
 
     def varies(self, value: Any) -> bool:
