@@ -98,6 +98,7 @@ def run(
             break
         for owner in local:
             owner.ensure_rows(trace.tracing)
+        trace.tracing.discard()
         _tf.dismantle(trace.tracing.graph)
     varying = graph.settled_colours()
     used = _used(trace, graph)

@@ -63,6 +63,7 @@ def trace(
         except Exception:
             if tracing.restart is None:
                 raise
+            tracing.discard()
             inline = inline or tracing.restart == "inline"
             unfolded |= tracing.unfolded
     raise AssertionError("a trace restarts once per variable, or loop, at most")
