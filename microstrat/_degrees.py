@@ -12,6 +12,8 @@ from enum import Enum
 
 import tensorflow as tf
 
+from microstrat import _tf
+
 _SAME = frozenset({"Identity", "Cast", "Neg", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "CheckNumerics"})
 _QUOTIENTS = frozenset({"RealDiv", "Div", "DivNoNan"})
 _MOST = 200  # operations to look at
@@ -72,6 +74,8 @@ class _Walk:
         op = value.op
         if self._left < 0 or has_row_axis(value):
             raise _Unknown
+        if (outer := _tf.captured(value)) is not None:
+            return self.degree(outer)
         if op.type in _SAME:
             return self.degree(op.inputs[0])
         if op.type in ("Sum", "Mean"):
@@ -99,6 +103,8 @@ class _Walk:
         op = value.op
         if self._left < 0:
             raise _Unknown
+        if (outer := _tf.captured(value)) is not None:
+            return self.degree_of_rows(outer)
         if op.type in _SAME:
             return self.degree_of_rows(op.inputs[0])
         if op.type == "Mul":

@@ -548,16 +548,9 @@ def gradient_of_effects(function: str, operation: str, where: str) -> str:
     )
 
 
-def not_compiled_by_xla(function: str, number: int) -> str:
-    return (
-        f"{function!r} has jit_compile=True, but runs on {number} devices, and XLA compiles a program for one: it runs "
-        "without XLA. Functions that it calls may have jit_compile=True."
-    )
-
-
 def compiled_around_devices(function: str, around: str, number: int) -> RuntimeError:
     return RuntimeError(
         f"strategy.run of {function!r} stands in {around!r}, which has jit_compile=True, but it runs on {number} devices, "
         f"and XLA compiles a program for one. Leave jit_compile=True away from {around!r} (in Keras, from compile()); "
-        f"functions that {function!r} calls may have it."
+        f"{function!r} itself may have it: each device then runs a program of its own."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -77,7 +78,10 @@ class MicroBatchExtended(_tf.StrategyExtended):
         self._local: list[Any] = []
 
     # --- Running ------------------------------------------------------------------------------------------------------
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], compiled: bool = False
+    ) -> Any:
+        """`compiled`: whether XLA is to compile what each of several devices does."""
         strategy = self._container_strategy()
         tracing = _tracing.current_tracing()
         if tracing is not None and tracing.strategy is strategy:
@@ -99,7 +103,11 @@ class MicroBatchExtended(_tf.StrategyExtended):
                 raise _errors.compiled_around_devices(_trace.name_of(fn), function.name, len(self.real.devices))
         number = _arguments.turns((tuple(args), kwargs), self.replicas_here)
         make_tracing = functools.partial(
-            _tracing.Tracing, strategy, turns=number, run_loop=self._run_loop, real=self.real
+            _tracing.Tracing,
+            strategy,
+            turns=number,
+            run_loop=self._run_loop,
+            real=dataclasses.replace(self.real, compiled=compiled),
         )
         return _replay.run(strategy, make_tracing, fn, args, kwargs, self.real.scope)
 
@@ -123,7 +131,9 @@ class MicroBatchExtended(_tf.StrategyExtended):
     def _run_micro_batches(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs `fn` on what one replica has, in micro-batches."""
         strategy = self._container_strategy()
-        even = any(_tf.is_compiled_by_xla(function) for function in _tf.functions_being_traced())
+        around = _tracing.current_tracing()
+        even = around is not None and around.real.compiled
+        even = even or any(_tf.is_compiled_by_xla(function) for function in _tf.functions_being_traced())
         args, kwargs = _arguments.in_micro_batches((tuple(args), kwargs), self.micro_batches, even=even)
         number = _arguments.turns((args, kwargs), self.micro_batches, without_batch=1)
         make_tracing = functools.partial(
@@ -132,7 +142,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
             turns=number,
             run_loop=self._run_loop,
             loss_reduction=self.loss_reduction,
-            around=_tracing.current_tracing(),
+            around=around,
         )
         return _replay.run(strategy, make_tracing, fn, args, kwargs, self.real.scope)
 
@@ -171,13 +181,11 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if fn not in self._functions:
             # A weak reference: the value of a WeakKeyDictionary must not keep its key alive.
             python_function = fn.python_function
+            one_by_one = len(self.real.devices) > 1 and _tf.is_compiled_by_xla(fn)
             clone = _tf.clone_tf_function(
-                fn, lambda *args, **kwargs: self._call_for_each_replica(python_function, args, kwargs)
+                fn, lambda *args, **kwargs: self._call_for_each_replica(python_function, args, kwargs, one_by_one)
             )
-            if len(self.real.devices) > 1 and _tf.is_compiled_by_xla(fn):
-                self.announce(
-                    "xla", _errors.not_compiled_by_xla(_trace.name_of(python_function), len(self.real.devices))
-                )
+            if one_by_one:
                 _tf.do_not_compile_by_xla(clone)
             self._functions[fn] = clone
         return self._functions[fn]

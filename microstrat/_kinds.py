@@ -80,6 +80,9 @@ class Kinds:
             kind not in _FOLLOWS_INPUTS and not _tf.op_type_takes_resource(kind) for kind in self.stateful_types(op)
         )
 
+    def writes_summaries_only(self, op: tf.Operation) -> bool:
+        return "WriteSummary" in (types := self.stateful_types(op)) and types <= {"WriteSummary", "ReadVariableOp"}
+
     def asserts(self, op: tf.Operation) -> bool:
         return "Assert" in self.stateful_types(op)
 

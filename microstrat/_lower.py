@@ -98,6 +98,7 @@ def run(
             break
         for owner in local:
             owner.ensure_rows(trace.tracing)
+        trace.tracing.discard()
         _tf.dismantle(trace.tracing.graph)
     varying = graph.settled_colours()
     used = _used(trace, graph)
@@ -137,6 +138,7 @@ class _LoopVariable:
       after: where it leaves the body.
       shape: what is known of its shape in all iterations.
       finish: takes the value after the last replica of a device, with the device's index.
+      element: of a tensor list, what goes into it each time.
     """
 
     inner: tf.Tensor
@@ -144,6 +146,7 @@ class _LoopVariable:
     after: tf.Tensor
     shape: tf.TensorShape
     finish: Callable[[tf.Tensor, int], None]
+    element: tf.Tensor | None = None
 
 
 class _Emitter:
@@ -358,13 +361,19 @@ class _Emitter:
         inputs = [self.tensor(key) for key in keys]
         outputs = [self.tensor(key) for key in wanted]
         name = self._function(suffix, operations, inputs, outputs, self._must_run(members))
+
+        def call(*args: tf.Tensor) -> Any:
+            return tf.raw_ops.StatefulPartitionedCall(args=args, Tout=[tensor.dtype for tensor in outputs], f=name)
+
         done = []
         for device in self.devices[:1] if once else self.devices:
             with self._on(device), tf.control_dependencies(self.previous):
-                results = tf.raw_ops.StatefulPartitionedCall(
-                    args=[self._outside(key, device) for key in keys], Tout=[tensor.dtype for tensor in outputs], f=name
-                )
-            op = results[0].op if outputs else results
+                arguments = [self._outside(key, device) for key in keys]
+                if self.real.compiled and not once:
+                    op, results = self._compiled(call, arguments, [None] * len(keys), [None] * len(outputs))
+                else:
+                    results = call(*arguments)
+                    op = results[0].op if outputs else results
             self._read_only(op, inputs, members)
             done.append(op)
             for key, inner, result in zip(wanted, outputs, results if outputs else (), strict=True):
@@ -399,7 +408,7 @@ class _Emitter:
         with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
             following = self.turn + tf.constant(1)
             variables.append(
-                _LoopVariable(self.turn, lambda: self._const(0), following, tf.TensorShape([]), lambda *_: None)
+                _LoopVariable(self.turn, lambda: tf.constant(0), following, tf.TensorShape([]), lambda *_: None)
             )
             fixed = isinstance(running[0], int) and len(set(running)) == 1
             limit = None if fixed else tf.compat.v1.placeholder(tf.int32, [])
@@ -410,41 +419,94 @@ class _Emitter:
                 variables.append(self._list_variable(key))
             invariants = self._invariants(stage)
             if limit is not None:
-                invariants.insert(0, (limit, lambda device: tf.convert_to_tensor(running[device], tf.int32)))
+                invariants.insert(0, (limit, lambda device: tf.convert_to_tensor(running[device], tf.int32), None))
         glue = list(itertools.islice(self.inner.get_operations(), before, None))
         glue = [op for op in glue if op.type != "Placeholder"]
-        inputs = [variable.inner for variable in variables] + [inner for inner, _ in invariants]
-        outputs = [variable.after for variable in variables] + [inner for inner, _ in invariants]
+        fixed_inputs = [inner for inner, _, _ in invariants]
+        inputs = [variable.inner for variable in variables] + fixed_inputs
+        outputs = [variable.after for variable in variables] + fixed_inputs
         test = {condition.op, *(tensor.op for tensor in condition.op.inputs if tensor.op.type != "Placeholder")}
         body = [self.graph.operations[node] for node in sorted(self.sets[stage])] + [
             op for op in glue if op not in test
         ]
         body_names = self._functions(f"stage_{stage}_body", body, inputs, outputs, self._must_run(self.sets[stage]))
         test_name = self._function(f"stage_{stage}_test", list(test), inputs, [condition])
+
+        def loop(device: int, starts: Sequence[tf.Tensor], *invariant: tf.Tensor) -> Any:
+            results = tf.raw_ops.While(
+                input=[*starts, *invariant],
+                cond=test_name,
+                body=body_names[device],
+                output_shapes=[variable.shape for variable in variables] + [outer.shape for outer in invariant],
+                parallel_iterations=1,
+                name=f"{self.tracing.graph_name}_replicas",
+            )
+            op = results[0].op
+            _tf.set_lowering(op)
+            _tf.set_loop_attributes(op, len(results))
+            self._read_only(op, inputs, self.sets[stage])
+            return results[: len(variables)]
+
+        def start_and_loop(device: int, *invariant: tf.Tensor) -> Any:
+            return loop(device, [variable.start() for variable in variables], *invariant)
+
         done = []
         for device in self.devices:
             with self._on(device):
-                starts = [variable.start() for variable in variables]
-                invariant = [outside(device) for _, outside in invariants]
-                with tf.control_dependencies(self.previous):
-                    results = tf.raw_ops.While(
-                        input=[*starts, *invariant],
-                        cond=test_name,
-                        body=body_names[device],
-                        output_shapes=[variable.shape for variable in variables] + [outer.shape for outer in invariant],
-                        parallel_iterations=1,
-                        name=f"{self.tracing.graph_name}_replicas",
-                    )
-                op = results[0].op
-                _tf.set_lowering(op)
-                _tf.set_loop_attributes(op, len(results))
-                self._read_only(op, inputs, self.sets[stage])
+                invariant = [outside(device) for _, outside, _ in invariants]
+                if self.real.compiled:
+                    with tf.control_dependencies(self.previous):
+                        op, results = self._compiled(
+                            functools.partial(start_and_loop, device),
+                            invariant,
+                            [element for _, _, element in invariants],
+                            [variable.element for variable in variables],
+                        )
+                    self._read_only(op, fixed_inputs, self.sets[stage])
+                else:
+                    starts = [variable.start() for variable in variables]
+                    with tf.control_dependencies(self.previous):
+                        results = loop(device, starts, *invariant)
+                    op = results[0].op
                 done.append(op)
-                for variable, result in zip(variables, results[: len(variables)], strict=True):
+                for variable, result in zip(variables, results, strict=True):
                     variable.finish(result, device)
         self.previous = done
         if not self.real.alone:
             self._meet(markers)
+
+    def _compiled(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[tf.Tensor],
+        incoming: Sequence[tf.Tensor | None],
+        outgoing: Sequence[tf.Tensor | None],
+    ) -> tuple[tf.Operation, list[tf.Tensor]]:
+        """The operation that does what `run(*inputs)` does, compiled by XLA, and the results.
+
+        No tensor list goes in or out of what XLA compiles: they go as tensors. `incoming` and `outgoing` are their elements.
+        """
+
+        def dense(values: Sequence[tf.Tensor], elements: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
+            return [
+                value if element is None else self._stack(value, element.dtype, element.shape)
+                for value, element in zip(values, elements, strict=True)
+            ]
+
+        def lists(values: Sequence[tf.Tensor], elements: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
+            return [
+                value
+                if element is None
+                else tf.raw_ops.TensorListFromTensor(tensor=value, element_shape=_shape_tensor(element.shape))
+                for value, element in zip(values, elements, strict=True)
+            ]
+
+        def compiled(*given: tf.Tensor) -> list[tf.Tensor]:
+            results = run(*lists(given, incoming))
+            return [tf.constant(0), *(dense(results, outgoing) if outgoing else ())]
+
+        first, *results = tf.function(compiled, jit_compile=True, autograph=False)(*dense(inputs, incoming))
+        return first.op, lists(results, outgoing)
 
     def _meet(self, markers: Sequence[tf.Operation]) -> None:
         """Makes what the loops of all devices have come to the results of collectives."""
@@ -474,10 +536,6 @@ class _Emitter:
             return 1
         return self.plan.stage[key[0]]
 
-    def _const(self, value: Any) -> tf.Tensor:
-        with self.outer.as_default():
-            return tf.constant(value)
-
     def _collective_variable(self, marker: tf.Operation) -> _LoopVariable:
         collective = self.tracing.collectives[marker]
         (source,) = marker.inputs
@@ -494,12 +552,11 @@ class _Emitter:
             after = tf.raw_ops.SelectV2(condition=tf.equal(self.turn, 0), t=source, e=accumulator)
 
         def start() -> tf.Tensor:
-            with self.outer.as_default():
-                # A scalar start suits any shape: the first sum or choice broadcasts it.
-                value = tf.zeros(shape if shape.is_fully_defined() else [], source.dtype)
-                if collective.kind in ("max", "min"):
-                    value += source.dtype.min if collective.kind == "max" else source.dtype.max
-                return value
+            # A scalar start suits any shape: the first sum or choice broadcasts it.
+            value = tf.zeros(shape if shape.is_fully_defined() else [], source.dtype)
+            if collective.kind in ("max", "min"):
+                value += source.dtype.min if collective.kind == "max" else source.dtype.max
+            return value
 
         def finish(result: tf.Tensor, device: int) -> None:
             result.set_shape(marker.outputs[0].shape)
@@ -535,14 +592,13 @@ class _Emitter:
         after = tf.raw_ops.TensorListSetItem(input_handle=handle, index=self.turn, item=element)
 
         def start() -> tf.Tensor:
-            with self.outer.as_default():
-                return tf.raw_ops.TensorListReserve(
-                    element_shape=_shape_tensor(element.shape),
-                    num_elements=self.tracing.laps,
-                    element_dtype=element.dtype,
-                )
+            return tf.raw_ops.TensorListReserve(
+                element_shape=_shape_tensor(element.shape),
+                num_elements=self.tracing.laps,
+                element_dtype=element.dtype,
+            )
 
-        return _LoopVariable(handle, start, after, tf.TensorShape([]), finish)
+        return _LoopVariable(handle, start, after, tf.TensorShape([]), finish, element)
 
     def _join(self, handle: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape, device: int) -> tf.Tensor:
         """The elements of a device's tensor list, concatenated along their first axis."""
@@ -573,10 +629,12 @@ class _Emitter:
         stacked.set_shape([self.tracing.laps, *shape])
         return stacked
 
-    def _invariants(self, stage: int) -> list[tuple[tf.Tensor, Callable[[int], tf.Tensor]]]:
-        """What a loop reads and does not change: in the trace, and on a device in the outer graph. Carried values come as
-        lists."""
-        found: list[tuple[tf.Tensor, Callable[[int], tf.Tensor]]] = []
+    def _invariants(self, stage: int) -> list[tuple[tf.Tensor, Callable[[int], tf.Tensor], tf.Tensor | None]]:
+        """What a loop reads and does not change: in the trace, and on a device in the outer graph.
+
+        Carried values come as tensor lists; then the third is an element.
+        """
+        found: list[tuple[tf.Tensor, Callable[[int], tf.Tensor], tf.Tensor | None]] = []
         for key in self._external_keys(self.sets[stage]):
             if key[0] == self.graph.ids[self.turn.op]:
                 continue
@@ -595,9 +653,9 @@ class _Emitter:
                     for index, tensor in enumerate(op.inputs):
                         if tensor.op in self.graph.ids and self.key(tensor) == key:
                             _tf.update_input(op, index, item)
-                found.append((handle, lambda device, key=key: self.lists[device][key]))
+                found.append((handle, lambda device, key=key: self.lists[device][key], carried))
             else:
-                found.append((self.tensor(key), functools.partial(self._outside, key)))
+                found.append((self.tensor(key), functools.partial(self._outside, key), None))
         return found
 
     # --- Results ------------------------------------------------------------------------------------------------------

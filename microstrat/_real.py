@@ -26,12 +26,14 @@ class Real:
       base: the strategy that they belong to; None if one device is all there is.
       workers: number of processes, each with as many devices.
       worker: which of them this one is.
+      compiled: whether XLA compiles what each device does, which is as much as it can: its programs are for one device.
     """
 
     devices: tuple[str, ...]
     base: tf.distribute.Strategy | None = None
     workers: int = 1
     worker: int = 0
+    compiled: bool = False
 
     @property
     def alone(self) -> bool:

@@ -46,6 +46,7 @@ from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import tensor_conversion_registry as _conversion
 from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
+from tensorflow.python.ops import gen_summary_ops as _gen_summary_ops
 from tensorflow.python.ops import random_ops_util as _random_ops_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops
@@ -414,6 +415,13 @@ def captures(graph: Any) -> list[tuple[tf.Tensor, tf.Tensor]]:
     return pairs
 
 
+def captured(tensor: tf.Tensor) -> Any:
+    """What a function's graph takes from around itself as this tensor; None if it has the tensor from elsewhere."""
+    graph: Any = getattr(tensor, "graph", None)
+    pairs = graph.captures if isinstance(graph, FuncGraph) else ()
+    return next((outer for outer, inner in pairs if inner is tensor), None)
+
+
 def captured_here(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The same values as tensors of the current graph, which takes them from around itself."""
     graph: Any = _ops.get_default_graph()
@@ -660,9 +668,10 @@ def with_gradient(
     with stop_recording():
         with tf.device(host):
             slices = [tensor if tensor.shape.rank in (0, None) else tensor[:0] for tensor in tensors]
-        # Grappler forwards an input of an IdentityN to its reader, but not that the reader came after its other inputs.
+        # Grappler forwards an input of an IdentityN to its reader, but not that the reader came after its other inputs. It
+        # drops an Identity too, and a constant: only what it takes for work keeps what each result comes after.
         with tf.control_dependencies([*results, *slices]), tf.control_dependencies([tf.no_op()]):
-            results = [tf.identity(result) for result in results]
+            results = [tf.ensure_shape(result, result.shape) for result in results]
         outputs = tf.raw_ops.IdentityN(input=[*results, *handles, *slices])
     (op,) = {output.op for output in outputs}
     set_read_only_resources(op, range(len(results), len(results) + len(handles)))
@@ -797,6 +806,21 @@ def tensor_array_with_flow(array: tf.TensorArray, flow: tf.Tensor) -> tf.TensorA
 def record_same(inner: tf.Tensor, outer: tf.Tensor) -> None:
     """Tells the tapes that are recording that `inner` is `outer`, as a FuncGraph does of what it captures."""
     _record.record_operation("captured_value", [inner], [outer], lambda gradient: [gradient])
+
+
+@contextlib.contextmanager
+def hooked_summaries(hook: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """Lets `hook` say what is written in place of a tensor of every summary of this thread.
+
+    tf.summary.write calls the op last of all: where it records, and with what its caller worked out. No public function
+    stands in between. Checked on 2.16 and 2.21.
+    """
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda writer, step, tensor, *args, **options: stock(writer, step, hook(tensor), *args, **options)
+
+    with _patches.replaced(_gen_summary_ops, "write_summary", make):
+        yield
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ def trace(
         except Exception:
             if tracing.restart is None:
                 raise
+            tracing.discard()
             inline = inline or tracing.restart == "inline"
             unfolded |= tracing.unfolded
     raise AssertionError("a trace restarts once per variable, or loop, at most")
@@ -343,10 +344,20 @@ def _foreign_writes(graph: Graph, owner_of: Callable[[tf.Tensor], Any]) -> set[H
     for op, node in zip(graph.operations, graph.nodes, strict=True):
         if not node.writes or op in tracing.graph.cross_replica_ops:
             continue
-        if tracing.draws_per_turn or any(tracing.varies(source) for source in op.inputs):
+        if not tracing.draws_per_turn and graph.kinds.writes_summaries_only(op):
+            continue  # there is no order among them: what is the same for all is written once
+        if tracing.draws_per_turn or _writes_what_varies(op, tracing):
             written = graph.written(op)
             found |= {id(handle) for handle in written if tracing.writes_in_order(op, owner_of(handle))}
     return found
+
+
+def _writes_what_varies(op: tf.Operation, tracing: _tracing.Tracing) -> bool:
+    """Whether an operation that writes is given something that varies; under a condition, those in its branches."""
+    if op.type not in _kinds.BRANCHES or tracing.varies(op.inputs[0]):
+        return any(tracing.varies(source) for source in op.inputs)
+    inner = itertools.chain.from_iterable(graph.get_operations() for graph in _tf.branch_graphs(op))
+    return any(_kinds.writes(other) and _writes_what_varies(other, tracing) for other in inner)
 
 
 def varying_writes(graph: Graph, owner_of: Callable[[tf.Tensor], Any]) -> list[tuple[Any, tf.Operation]]:

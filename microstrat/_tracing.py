@@ -66,6 +66,7 @@ class Tracing:
       run_loop: runs a tf.while_loop that holds a collective: see `_loops.run`.
       unfolded: which loops of the replica function, in the order it makes them, are known to.
       functions: the tf.functions whose traces this one becomes part of.
+      assumptions: lists of what those assume of variables (see `VirtualMirroredVariable`), this trace among others.
       restart: why the trace must start again, if it must.
       draws_per_turn: whether random draws, prints and the like happen every turn, whatever they depend on.
       rows_per_turn: whether each turn has its own row of a variable with a value per replica.
@@ -112,6 +113,7 @@ class Tracing:
         self.lifted: set[tf.Operation] = set()
         self.kinds = _kinds.Kinds(self.graph)
         self.functions = _tf.functions_being_traced()
+        self.assumptions: list[list[Any]] = []
         self._varies: dict[tf.Operation, bool] = {}
         self._running: tf.Tensor | None = None
         self.restart: str | None = None
@@ -369,6 +371,11 @@ class Tracing:
             return tuple(tf.split(flat, lengths, num=self.num_replicas))
         raise _errors.local_results_of_unknown_rank(tensor.name)
 
+    def discard(self) -> None:
+        """Takes back what the trace has assumed: another takes its place."""
+        for assumptions in self.assumptions:
+            assumptions[:] = [(trace, wrote) for trace, wrote in assumptions if trace is None or trace() is not self]
+
     def refuse_nested_function(self) -> None:
         """A nested tf.function that holds a collective is traced again, inline."""
         graph = tf.compat.v1.get_default_graph()
@@ -445,14 +452,12 @@ class Tracing:
         while first.continues is not None:
             first = first.continues
         replica_function = first.graph if first.around is None else first.around.graph
-        graph: Any
-        while _tf.is_inside(graph := getattr(value, "graph", None), replica_function):
+        while _tf.is_inside(getattr(value, "graph", None), replica_function):
             if value.op.type not in ("Placeholder", "Const"):  # a capture may be either
                 return False
-            outer = next((outer for outer, inner in graph.captures if inner is value), None)
-            if outer is None:
+            value = _tf.captured(value)
+            if value is None:
                 return False
-            value = outer
         return True
 
     def varies(self, value: Any) -> bool:

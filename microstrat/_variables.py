@@ -281,6 +281,16 @@ class AllReplicasView:
         del use_locking, name, read_value
         return self._rows.update("assign_sub", self._spread(value))
 
+    def __getattr__(self, method: str) -> Any:
+        if not method.startswith("scatter_"):
+            raise AttributeError(method)
+
+        def scatter(*args: Any, **kwargs: Any) -> None:
+            for replica in range(self._container.num_replicas):
+                getattr(ReplicaView(self._container, replica), method)(*args, **kwargs)
+
+        return scatter
+
 
 class EveryReplicaView(ReplicaView):
     """Read as one replica's value; written for all replicas of its device."""
@@ -569,7 +579,10 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         """Notes the functions being traced: they are out of date once the variable gets a value per replica."""
         tracing = _tracing.current_tracing()
         for function in _tf.functions_being_traced():
-            self.assumed_shared_by.setdefault(function, []).append((tracing and weakref.ref(tracing), writing))
+            assumptions = self.assumed_shared_by.setdefault(function, [])
+            assumptions.append((tracing and weakref.ref(tracing), writing))
+            if tracing is not None and any(function is around for around in tracing.functions):
+                tracing.assumptions.append(assumptions)
 
     def assign_rows(self, values: tf.Tensor) -> None:
         """Sets every replica's value; `values` is [N, ...]."""
@@ -662,7 +675,8 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         if self.rows is not None and _tracing.current_tracing() is None and not isinstance(value, _values.PerReplica):
             update_fn(AllReplicasView(self), value, **kwargs)
-            return self._update_components(update_fn, value, **kwargs)
+            written = self._update_components(update_fn, value, **kwargs)
+            return self if kwargs.get("read_value", True) else written  # what is assigned next is for all, too
         if self.may_become_local:
             self._assume_shared(writing=True)
         return super()._update_cross_replica(update_fn, value, **kwargs)

@@ -5,6 +5,7 @@ from the micro-batches, at the places where single values come out of many rows:
 
     a gradient by a variable    the sum over micro-batches, each with its share of the rows (`fraction`) as cotangent
     an assignment               one, of what the micro-batches' assignments come to (`combine_write`)
+    a summary of one number     one, of the sum or the mean
     an explicit collective      the sum, the mean weighted by rows, all rows
     what the function returns   one value per micro-batch, weighted by rows when it is averaged (`_lower`)
 
@@ -22,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from microstrat import _context, _degrees, _errors, _keras, _kinds, _tf, _tracing, _values
+from microstrat import _context, _degrees, _errors, _keras, _kinds, _lift, _tf, _tracing, _values
 
 LOSS_REDUCTIONS = ("mean", "sum")
 _EXTREMES = {"Maximum": "max", "Minimum": "min"}
@@ -69,6 +70,7 @@ class WholeBatch(_tracing.Tracing):
                 stack.enter_context(
                     _tf.hooked_gradients(lambda *args, **options: self.current().gradient(*args, **options))
                 )
+                stack.enter_context(_tf.hooked_summaries(lambda value: self.current().combine_summary(value)))
                 stack.enter_context(_keras.whole_batch_losses(_Current(self), self.loss_reduction))
             yield
 
@@ -396,6 +398,9 @@ class WholeBatch(_tracing.Tracing):
         """What a value that is assigned, or added, is over rows, apart from what all micro-batches have in common."""
         if variable.aggregation == tf.VariableAggregation.MEAN:
             return _degrees.Kind.UNKNOWN  # what is declared goes
+        return self._kind(value)
+
+    def _kind(self, value: tf.Tensor) -> _degrees.Kind:
         _, varying = self._terms(value)
         return _degrees.kind_of(_add(varying), self.varies)
 
@@ -420,10 +425,7 @@ class WholeBatch(_tracing.Tracing):
         if op.type not in ("ReadVariableOp", "ResourceGather"):
             return False
         handle: Any = op.inputs[0]
-        while isinstance(getattr(handle, "graph", None), _tf.FuncGraph):
-            outer = next((outer for outer, inner in handle.graph.captures if inner is handle), None)
-            if outer is None:
-                return False
+        while (outer := _tf.captured(handle)) is not None:
             handle = outer
         return handle is variable.primary.handle or variable.handle_is_rows(handle)
 
@@ -460,6 +462,23 @@ class WholeBatch(_tracing.Tracing):
         between = tf.maximum(mean_square - tf.square(mean_own), 0) / (1 - layer.momentum)
         between = tf.cast(between, value.dtype)
         return mean - between if method == "assign_sub" else mean + between
+
+    def combine_summary(self, value: tf.Tensor) -> tf.Tensor:
+        """What a summary of the whole batch says: of one number the batch's; of rows, each micro-batch writes its own.
+
+        So it does in loops, which a collective would take apart.
+        """
+        is_number = value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_integer)
+        graph: Any = tf.compat.v1.get_default_graph()
+        if not is_number or not self.varies(value) or _tf.in_loop(graph, self.graph):
+            return value
+        self.refuse_nested_function()
+        # Outside of its condition, which micro-batches then need not agree on.
+        with contextlib.suppress(_lift.CannotLift):
+            value = _lift.lift(value, self.graph, with_work=False)
+        with value.graph.as_default():
+            whole = self.total(value) if self._kind(value) is _degrees.Kind.SUM else self.mean(value)
+            return tf.cast(whole, value.dtype)
 
     # --- Random draws -------------------------------------------------------------------------------------------------
     def own_draws(self, draw: _tf.StatelessDraw) -> tf.Tensor | None:

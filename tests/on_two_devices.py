@@ -263,22 +263,46 @@ def test_gradients_through_run(strategy: Any) -> None:
     np.testing.assert_allclose(gradient(next(batches(strategy, 8))), tape.gradient(loss, alone), rtol=1e-5)
 
 
-def test_xla_is_for_what_runs_on_one_device(strategy: Any) -> None:
-    batch = next(batches(strategy, 8))
+def test_xla_compiles_what_each_device_does(strategy: Any) -> None:
+    def train(**options: Any) -> Any:
+        with strategy.scope():
+            weight = tf.Variable(np.linspace(-1, 1, 6, dtype="float32").reshape(3, 2))
+            own = tf.Variable([0.0, 0.0], trainable=False)
+            optimizer = keras.optimizers.Adam(0.1)
+            optimizer.build([weight])
 
-    @tf.function(jit_compile=True)
-    def total(x: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(x)
+        @tf.function(**options)
+        def step(x: tf.Tensor) -> Any:
+            replica = tf.distribute.get_replica_context()
+            with tf.GradientTape() as tape:
+                y = tf.nn.softplus(x @ weight)
+                centre = replica.all_reduce("MEAN", tf.reduce_mean(y, 0))
+                loss = tf.reduce_mean((y - centre) ** 2) / 4
+            optimizer.apply([tape.gradient(loss, weight)], [weight])
+            own.assign_add(tf.reduce_sum(y, 0))
+            return loss, y, replica.all_gather(y, 1)
 
-    with pytest.warns(UserWarning, match="'total' has jit_compile=True, but runs on 2 devices"):
-        values = strategy.run(total, args=(batch,))
-    np.testing.assert_allclose(local(strategy, values), X[:8].reshape(4, -1).sum(1), rtol=1e-5)
-    np.testing.assert_allclose(
-        local(strategy, run(strategy, lambda x: total(x) * 2, batch))[3], 2 * X[6:8].sum(), rtol=1e-5
-    )
+        iterator = batches(strategy, 8)
+        results = [strategy.run(step, args=(next(iterator),)) for _ in range(3)]
+        seen = [[local(strategy, value) for value in result] for result in results]
+        graph = strategy.extended._around(step).get_concrete_function(next(batches(strategy, 8))).graph
+        compiled = [op.device[-5:] for op in graph.get_operations() if op.node_def.attr["_XlaMustCompile"].b]
+        own_values = local(strategy, run(strategy, lambda: own + 0.0))
+        return collections.Counter(compiled), [seen, weight.numpy().tolist(), components(weight), own_values]
+
+    plain, expected = train()
+    compiled, found = train(jit_compile=True)
+    assert not plain
+    assert set(compiled) == {"CPU:0", "CPU:1"}
+    assert compiled["CPU:0"] == compiled["CPU:1"] >= 3
+    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+def test_xla_does_not_compile_around_devices(strategy: Any) -> None:
     around = tf.function(lambda x: strategy.run(lambda y: y, args=(x,)), jit_compile=True)
     with pytest.raises(RuntimeError, match="which has jit_compile=True, but it runs on 2 devices"):
-        around(batch)
+        around(next(batches(strategy, 8)))
 
 
 def test_a_collective_in_a_loop_is_refused(strategy: Any) -> None:

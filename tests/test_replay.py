@@ -236,3 +236,32 @@ def test_what_follows_a_run_stays_after_all_of_it() -> None:
     assert len(outside) == 1
     for name in after:
         assert before(nodes, name) >= {*inside, *outside}
+
+
+def test_what_follows_a_run_stays_after_it_though_a_result_is_a_constant() -> None:
+    """Grappler drops the constant, and with it what nothing but the constant came after."""
+    strategy = microstrat.MicroBatchStrategy(2)
+    with strategy.scope():
+        state, other = tf.Variable([1.0, 2.0], trainable=False), tf.Variable(1.0, trainable=False)
+
+    def replica(x: tf.Tensor) -> Any:
+        number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        state.assign([3.0, 4.0])
+
+        def turn(number: tf.Tensor, value: tf.Tensor) -> Any:
+            tf.identity(other)
+            return number + 1, value
+
+        return 2.0 * number, tf.constant(1.0), tf.while_loop(lambda number, _: number < 2, turn, (0, 1.0))[1]
+
+    @tf.function
+    def step(x: Any) -> Any:
+        results = strategy.run(replica, (x,))
+        state.assign_sub([1.0, 2.0] * strategy.reduce("MEAN", results[0], axis=None))
+        results = [*results, strategy.run(lambda *_: tf.constant(1.0), (x, results[0]))]
+        return [strategy.reduce("SUM", value, axis=None) for value in results]
+
+    nodes = optimized(step, strategy.experimental_distribute_values_from_function(lambda _: tf.constant([1.0])))
+    (after,) = (name for name, node in nodes.items() if node.op == "AssignSubVariableOp")
+    assert before(nodes, after) >= {name for name, node in nodes.items() if node.op == "AssignVariableOp"}
+    np.testing.assert_array_equal(state.numpy(), [2.0, 2.0])

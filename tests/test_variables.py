@@ -37,6 +37,27 @@ def test_a_variable_as_the_assigned_value_is_this_replicas(engine: str) -> None:
     assert shared.numpy() == 1.0 + (10.0 + 20.0) / 2
 
 
+def test_what_is_assigned_outside_replicas_is_for_all_of_them() -> None:
+    """Whatever is done with the assignment's result; MirroredStrategy's scatter_* too."""
+    strategy = microstrat.MicroBatchStrategy(2)
+    with strategy.scope():
+        own = tf.Variable([0.0, 5.0], trainable=False)
+    strategy.run(lambda: own.assign([replica_number(), 5.0]))
+
+    @tf.function
+    def scatter() -> tf.Tensor:
+        own.scatter_update(tf.IndexedSlices([7.0], [1]))
+        return own.assign_add([1.0, 0.0]) + 1.0
+
+    own.scatter_add(tf.IndexedSlices([3.0], [0]))
+    assert [value.numpy().tolist() for value in own.values] == [[3.0, 5.0], [4.0, 5.0]]
+    assert scatter().numpy().tolist() == [5.0, 8.0]
+    assert [value.numpy().tolist() for value in own.values] == [[4.0, 7.0], [5.0, 7.0]]
+    own.assign([0.0, 0.0]).assign_add([1.0, 2.0])
+    assert [value.numpy().tolist() for value in own.values] == [[1.0, 2.0]] * 2
+    assert own.numpy().tolist() == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("engine", ["looped", "eager"])
 def test_a_shared_write_happens_once(engine: str) -> None:
     strategy = microstrat.MicroBatchStrategy(4)

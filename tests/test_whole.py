@@ -79,18 +79,84 @@ def test_the_mean_of_integers_over_an_axis() -> None:
     assert (mean.dtype, mean.numpy()) == (tf.float64, 0.6)
 
 
-def test_summaries_of_what_is_shared_are_written_once(tmp_path: pathlib.Path) -> None:
-    ours, writer = strategy(), tf.summary.create_file_writer(str(tmp_path))
-
-    def step(x: tf.Tensor) -> None:
-        tf.summary.scalar("shared", 1.0, step=0)
-
-    with writer.as_default():
+def _written(directory: pathlib.Path, step: Callable[[tf.Tensor], None], record: Any = True) -> list[tuple[str, Any]]:
+    """Tags and values of the summaries that a replica function writes, of 5 rows in 3 micro-batches."""
+    ours, writer = strategy(), tf.summary.create_file_writer(str(directory))
+    with writer.as_default(step=0), tf.summary.record_if(record):
         run(ours, step, ROWS)
     writer.close()
-    (file,) = tmp_path.iterdir()
-    events = [event for event in tf.compat.v1.train.summary_iterator(str(file)) if event.summary.value]
-    assert len(events) == 1
+    (file,) = directory.iterdir()
+    events = tf.compat.v1.train.summary_iterator(str(file))
+    found = [(value.tag, tf.make_ndarray(value.tensor)) for event in events for value in event.summary.value]
+    return sorted((tag, value.tolist()) for tag, value in found)
+
+
+def _always() -> tf.Tensor:
+    return tf.random.uniform([]) >= 0
+
+
+@pytest.mark.parametrize("record", [True, _always], ids=["always", "under a condition"])
+def test_a_summary_of_one_number_is_the_whole_batchs(tmp_path: pathlib.Path, record: Any) -> None:
+    def step(x: tf.Tensor) -> None:
+        tf.summary.scalar("shared", 1.0)
+        tf.summary.scalar("mean", tf.reduce_mean(x))
+        tf.summary.scalar("sum", tf.reduce_sum(x))
+        tf.summary.scalar("rows", tf.shape(x)[0])
+        tf.summary.scalar("rms", tf.sqrt(tf.reduce_mean(x**2)))
+
+    x = ROWS.numpy()
+    of_parts = [len(part) * np.sqrt(np.mean(part**2)) for part in (x[:2], x[2:4], x[4:])]
+    expected = {"shared": 1.0, "mean": x.mean(), "sum": x.sum(), "rows": 5.0, "rms": sum(of_parts) / 5}
+    found = _written(tmp_path, step, record)
+    assert [tag for tag, _ in found] == sorted(expected)
+    np.testing.assert_allclose([value for _, value in found], [expected[tag] for tag, _ in found], rtol=1e-6)
+
+
+def test_a_summary_of_rows_is_written_by_each_micro_batch(tmp_path: pathlib.Path) -> None:
+    def step(x: tf.Tensor) -> None:
+        tf.summary.write("rows", x[:, 0])
+        tf.summary.scalar("shared", 1.0)
+        tf.summary.scalar("mean", tf.reduce_mean(x))
+
+    x = ROWS.numpy()
+    (tag, mean), *rows, shared = _written(tmp_path, step)
+    assert (tag, shared) == ("mean", ("shared", 1.0))
+    assert mean == pytest.approx(x.mean(), rel=1e-6)
+    assert rows == sorted(("rows", part.tolist()) for part in (x[:2, 0], x[2:4, 0], x[4:, 0]))
+
+
+def test_a_summary_in_a_branch_or_in_a_nested_function(tmp_path: pathlib.Path) -> None:
+    nested = tf.function(lambda value: tf.summary.scalar("nested", value))
+
+    def step(x: tf.Tensor) -> None:
+        mean = tf.reduce_mean(x)
+        if tf.random.uniform([]) >= 0:  # the same for all
+            tf.summary.scalar("branch", mean)
+            tf.summary.scalar("work", tf.reduce_mean(tf.matmul(x, tf.ones([x.shape[1], 2]))))
+        nested(mean)
+
+    x = ROWS.numpy()
+    found = _written(tmp_path, step)
+    assert [tag.rpartition("/")[2] for tag, _ in found] == ["branch", "work", "nested"]
+    np.testing.assert_allclose([value for _, value in found], [x.mean(), x.sum(1).mean(), x.mean()], rtol=1e-6)
+
+
+def test_a_summary_in_a_loop_or_under_a_condition_of_a_micro_batch(tmp_path: pathlib.Path) -> None:
+    def step(x: tf.Tensor) -> None:
+        mean = tf.reduce_mean(x[:, 0])
+        if mean > 3.0:
+            tf.summary.scalar("large", mean)
+        for _ in tf.range(2):
+            tf.summary.scalar("turn", mean)
+
+    x = ROWS.numpy()[:, 0]
+    means = [part.mean() for part in (x[:2], x[2:4], x[4:])]
+    found = _written(tmp_path, step)
+    large = [value for tag, value in found if tag.endswith("large")]
+    np.testing.assert_allclose(large, [x.mean()] * sum(mean > 3.0 for mean in means), rtol=1e-6)
+    assert 0 < len(large) < 3
+    turns = [value for tag, value in found if tag.endswith("turn")]
+    np.testing.assert_allclose(turns, sorted(means * 2), rtol=1e-6)
 
 
 def test_tensors_of_equal_length_are_the_batch() -> None:

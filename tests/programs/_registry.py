@@ -200,7 +200,8 @@ def local(strategy: tf.distribute.Strategy, value: Any) -> list[np.ndarray]:
     if isinstance(strategy, tf.distribute.MirroredStrategy) and len(parts) == 1:
         # Where all replicas return the same Python object, stock strategies keep one of them.
         return parts * strategy.num_replicas_in_sync
-    assert len(parts) == len(strategy.extended.worker_devices)  # of this process
+    if strategy.num_replicas_in_sync > 1:  # the default strategy knows no devices
+        assert len(parts) == len(strategy.extended.worker_devices)  # of this process
     return parts
 
 

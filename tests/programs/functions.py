@@ -582,6 +582,31 @@ def local_state_across_collectives(strategy: tf.distribute.Strategy) -> Any:
     return {"out": out, "own": own, "cross": [counter.numpy(), total.numpy(), shared.numpy()]}
 
 
+@program(why_not_whole="it returns and counts what each replica has seen")
+def local_state_beside_a_shared_counter(strategy: tf.distribute.Strategy) -> Any:
+    """A loop counts alike in all replicas, and keeps a maximum of each, which makes the whole loop vary."""
+    with strategy.scope():
+        count = tf.Variable(0, trainable=False)
+        largest = tf.Variable(-9.0, trainable=False)
+        total = tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.SUM)
+
+    def replica_step(x: Any) -> Any:
+        for index in tf.range(tf.shape(x)[0]):
+            count.assign_add(1)
+            if x[index] > largest:
+                largest.assign(x[index])
+        everywhere = tf.distribute.get_replica_context().all_reduce("sum", tf.reduce_sum(x))
+        total.assign_add(tf.reduce_sum(x))
+        if everywhere > 0.0:
+            count.assign(count * 2)
+        return count + 0, largest + 0.0, total + 0.0
+
+    step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
+    data = strategy.experimental_distribute_dataset(batches(rows(BATCH), batch=6))
+    out = [[local(strategy, part) for part in step(x)] for x in data]
+    return {"out": out, "cross": [count.numpy(), largest.numpy(), total.numpy()]}
+
+
 @program(why_not_whole="it writes state in a branch and a loop, which one write cannot do for all micro-batches")
 def local_state_in_control_flow(strategy: tf.distribute.Strategy) -> Any:
     """Replica state written inside tf.while_loop and tf.cond, uniform and varying."""
