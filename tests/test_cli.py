@@ -122,7 +122,7 @@ def test_a_script_runs_as_directly(arguments: Sequence[str], directory: pathlib.
     direct_code, direct_output, direct_errors = result(direct)
     assert (code, output) == (direct_code, direct_output)
     # Tracebacks of modules begin with the frames of runpy, which are Python's own.
-    assert errors == re.sub(r'(  File "<frozen runpy>", .*\n)+', "", direct_errors)
+    assert errors == re.sub(r'(  File "(<frozen runpy>|.*runpy\.py)", .*\n(    .*\n)*)+', "", direct_errors)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
