@@ -212,26 +212,26 @@ def collective_in_loop(kind: str, function: str, reason: str) -> RuntimeError:
 def gradient_through_loop(function: str) -> RuntimeError:
     return RuntimeError(
         f"In replica function {function!r}, a GradientTape records a tf.while_loop (or an AutoGraph loop over tensors) that "
-        "holds a collective. Gradients through such a loop are not supported: use a Python loop, or take the collective "
-        "out of it."
+        "holds a collective, or writes a variable that all share. Gradients through such a loop are not supported: use a "
+        "Python loop, or take the collective out of it."
     )
 
 
 def loop_variable(function: str, dtype: str, shape: Any) -> RuntimeError:
     return RuntimeError(
-        f"In replica function {function!r}, a tf.while_loop that holds a collective uses a {dtype} of shape {shape} that "
-        "differs between replicas. All replicas' values are kept together there, so a tensor must have a known shape (all "
-        "but the first dimension), and a tf.TensorArray must be written what is the same in all: reduce the value first, or "
-        "use a Python loop."
+        f"In replica function {function!r}, a tf.while_loop that holds a collective, or writes a variable that all share, "
+        f"uses a {dtype} of shape {shape} that differs between replicas. All replicas' values are kept together there, so a "
+        "tensor must have a known shape (all but the first dimension), and a tf.TensorArray must be written what is the "
+        "same in all: reduce the value first, or use a Python loop."
     )
 
 
 def collective_under_varying_condition(function: str, where: str) -> RuntimeError:
     return RuntimeError(
-        f"In replica function {function!r}, a collective (an all-reduce, often optimizer.apply_gradients) stands under a "
-        f"condition that may differ between replicas{where}. Replicas meet at a collective, so all must get there or "
-        "none. Make the condition the same for all replicas (all_reduce it first), or move the collective out of the "
-        "branch."
+        f"In replica function {function!r}, a collective (an all-reduce, often optimizer.apply_gradients), or a write of a "
+        f"variable that all share, stands under a condition that may differ between replicas{where}. Replicas meet there, "
+        "so all must get there or none. Make the condition the same for all replicas (all_reduce it first), or move the "
+        "collective out of the branch."
     )
 
 

@@ -86,14 +86,17 @@ def run(
       device: where it runs.
     """
     owner_of = strategy.extended.owner_of
-    inline = False
+    inline, unfolded = False, frozenset[int]()
     while True:
-        trace = _trace.trace(make_tracing, fn, args, kwargs, device, inline=inline)
+        trace = _trace.trace(make_tracing, fn, args, kwargs, device, inline=inline, unfolded=unfolded)
         graph = _trace.to_graph(trace, owner_of)
         _conditionals.cut_in_pieces(graph)
         found = _trace.varying_writes(graph, owner_of)
         local = [owner for owner, _ in found if owner.may_become_local]
-        if not local and not (inline := _trace.needs_inline(found, trace.tracing)):
+        # What a loop writes for all replicas, beside what it does for each, is written once if they loop together.
+        mixed = {trace.tracing.loops[op] for _, op in found if op in trace.tracing.loops and not local}
+        unfolded |= mixed
+        if not local and not mixed and not (inline := _trace.needs_inline(found, trace.tracing)):
             _trace.refuse_varying_writes(found, trace)
             break
         for owner in local:

@@ -46,8 +46,11 @@ def trace(
     device: str,
     *,
     inline: bool = False,
+    unfolded: frozenset[int] = frozenset(),
 ) -> Trace:
     """Runs `fn` once for all replicas and returns its trace; nested tf.functions inline if that is known to be needed.
+
+    So do `unfolded` loops run for all replicas together (`_loops`).
 
     `make_tracing(function_name, outer, inline=, unfolded=)` begins one.
 
@@ -55,7 +58,6 @@ def trace(
     collective (it then runs inline), or a loop did (see `_loops`), or a variable got a value per replica after a branch had
     read it. Each happens at most once per function, loop or variable.
     """
-    unfolded = frozenset[int]()
     for _ in range(_MAX_TRACES):
         tracing = make_tracing(name_of(fn), tf.compat.v1.get_default_graph(), inline=inline, unfolded=unfolded)
         try:

@@ -65,6 +65,7 @@ class Tracing:
       continues: the trace whose loop this one is a turn of, if it is one.
       run_loop: runs a tf.while_loop that holds a collective: see `_loops.run`.
       unfolded: which loops of the replica function, in the order it makes them, are known to.
+      loops: the others' operations -> their numbers.
       functions: the tf.functions whose traces this one becomes part of.
       assumptions: lists of what those assume of variables (see `VirtualMirroredVariable`), this trace among others.
       restart: why the trace must start again, if it must.
@@ -97,6 +98,7 @@ class Tracing:
         self.unfolded = unfolded
         self._loops = 0
         self._loops_inside: list[int] = []
+        self.loops: dict[tf.Operation, int] = {}
         self.turns = turns
         self.function_name = function_name
         self.outer = outer
@@ -220,10 +222,14 @@ class Tracing:
         if number in self.unfolded:
             return self.run_loop(self, stock, *args, **options)
         self._loops_inside.append(number)
+        graph: Any = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
         try:
-            return stock(*args, **options)
+            results = stock(*args, **options)
         finally:
             self._loops_inside.pop()
+        self.loops |= {op: number for op in graph.get_operations()[before:] if op.type in _kinds.LOOPS}
+        return results
 
     def own_draws(self, draw: _tf.StatelessDraw) -> tf.Tensor | None:
         """Gives each replica a key of its own for a random draw that all would do alike."""

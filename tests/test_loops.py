@@ -243,7 +243,7 @@ def _effects(place: str, decorator: Any) -> Any:
     return arrays([returned, left, mean.result()]), called
 
 
-@pytest.mark.parametrize("place", ["turn", "branch"])
+@pytest.mark.parametrize("place", ["turn", "loop", "branch"])
 def test_effects_happen_once_a_turn(place: str) -> None:
     expected, expected_calls = _effects(place, lambda fn: fn)
     actual, calls = _effects(place, tf.function)

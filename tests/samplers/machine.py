@@ -505,7 +505,8 @@ class Machine:
 
     def results(self, block: Block, env: Any) -> tuple[Any, ...]:
         env = self.execute(block, env)
-        return tuple(self.get(env, name) for name in block.results)
+        # In graphs, what comes out of a branch or loop is a tensor of its own, which matters to a tape that watches it.
+        return tuple(tf.identity(self.get(env, name)) for name in block.results)
 
     def do_loop(self, instruction: Instruction, env: Any, *given: Any) -> Any:
         (block,) = instruction.blocks
