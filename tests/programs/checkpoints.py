@@ -132,7 +132,7 @@ def checkpoint_taken_over(strategy: tf.distribute.Strategy) -> Any:
     (other,) = names
     plain = _Trainer(tf.distribute.get_strategy())
     plain.train(1)
-    paths = [_exchanged(other, 2), *[_exchanged(name, 3) for name in ("MirroredStrategy", "MicroBatchStrategy")]]
+    paths = [_exchanged(other, 2), *[_exchanged(name, 4) for name in ("MirroredStrategy", "MicroBatchStrategy")]]
     paths += [plain.checkpoint.write(_exchanged(type(strategy).__name__, 0))]
     out = []
     for path in paths:
