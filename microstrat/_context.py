@@ -155,6 +155,7 @@ class SymbolicReplicaContext(ReplicaContext):
         # Stock merge functions run on a thread where none of the replica's tapes records.
         with tracing.in_cross_replica_context(), _tf.cross_replica_context(self.strategy), _tf.stop_recording():
             result = merge_fn(self.strategy, *args, **kwargs)
+        tracing.note_common(result)
         return _values.select_replica(result, tracing.replica_id)
 
 

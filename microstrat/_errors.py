@@ -16,8 +16,8 @@ SYMBOLIC_ESCAPES = (
 
 def bad_number(argument: str, value: Any) -> ValueError:
     return ValueError(
-        f"{argument} must be a positive int, not {value!r}. It is the number of virtual replicas: a global batch of 64 "
-        f"with {argument}=4 runs as 4 micro-batches of 16."
+        f"{argument} must be a positive int, not {value!r}. It is a number of parts: a batch of 64 with {argument}=4 "
+        "runs as 4 parts of 16."
     )
 
 
@@ -485,8 +485,15 @@ def optimizer_outside_run() -> str:
 def varying_write_outside(function: str, operation: str, where: str) -> RuntimeError:
     return RuntimeError(
         f"Replica function {function!r} writes a value that depends on the micro-batch to a variable that was not made "
-        f"in the strategy's scope ({operation}{where}). Make it there (metrics and optimizers too): then the "
-        "micro-batches' values are put together."
+        f"in the strategy's scope ({operation}{where}). Make it there (metrics and optimizers too, which Keras makes in "
+        "compile()): then the micro-batches' values are put together."
+    )
+
+
+def values_of_other_strategy(function: str, number: int, replicas: int) -> ValueError:
+    return ValueError(
+        f"strategy.run of {function!r} got a per-replica value with {number} entries, but the strategy has {replicas} "
+        "replicas here: it comes from another strategy. Distribute the dataset, or make the value, with this one."
     )
 
 

@@ -101,6 +101,9 @@ class MicroBatchExtended(_tf.StrategyExtended):
         for function in _tf.functions_being_traced() if len(self.real.devices) > 1 else ():
             if _tf.is_compiled_by_xla(function):
                 raise _errors.compiled_around_devices(_trace.name_of(fn), function.name, len(self.real.devices))
+        for value in tf.nest.flatten((tuple(args), kwargs)):
+            if isinstance(value, _values.PerReplica) and value.num_replicas != self.replicas_here:
+                raise _errors.values_of_other_strategy(_trace.name_of(fn), value.num_replicas, self.replicas_here)
         number = _arguments.turns((tuple(args), kwargs), self.replicas_here)
         make_tracing = functools.partial(
             _tracing.Tracing,
@@ -335,6 +338,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
             result = fn(*args, **kwargs)
         if group and isinstance(result, _tf.ResourceVariable) and _tracing.current_tracing() is not None:
             result = result.read_value()  # the value after this write, not after later ones
+        if (tracing := _tracing.current_tracing()) is not None:
+            tracing.note_each(result)
         return result if group else tf.nest.map_structure(self._copies, result)
 
     def _copies(self, value: Any) -> tuple[Any, ...]:
@@ -375,7 +380,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if isinstance(value, _values.Symbolic):
             tracing = _tracing.current_tracing()
             assert tracing is not None
-            return tracing.reduce(reduce_op, value.value)
+            return tracing.note_each(tracing.reduce(reduce_op, value.value))
         if isinstance(value, _tf.DistributedVariable):
             if isinstance(value, _variables.VirtualMirroredVariable):
                 if is_sum and self._number > 1:
@@ -435,7 +440,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
                 raise _errors.gather_slices()
             tracing = _tracing.current_tracing()
             assert tracing is not None
-            return tracing.gather(tf.convert_to_tensor(value.value), axis)
+            return tracing.note_each(tracing.gather(tf.convert_to_tensor(value.value), axis))
         if isinstance(value, tf.distribute.DistributedValues):
             per_replica = (
                 value if isinstance(value, _values.PerReplica) else _values.Separate(self._local_results(value))
@@ -445,7 +450,12 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         del destinations
-        return tf.convert_to_tensor(tensor) if isinstance(tensor, _tf.DistributedVariable) else tensor
+        tracing = _tracing.current_tracing()
+        if isinstance(tensor, _tf.DistributedVariable):
+            tensor = tf.convert_to_tensor(tensor)
+        if tracing is None or not isinstance(tensor, tf.Tensor):
+            return tensor
+        return tracing.note_each(tf.identity(tensor))
 
     # --- Inputs -------------------------------------------------------------------------------------------------------
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:

@@ -690,6 +690,8 @@ class _Emitter:
                 (one,) = outer
             else:
                 one = tf.nest.pack_sequence_as(value, outer, expand_composites=True)
+            if self.tracing.is_common(value):
+                return one
             return _values.Uniform(most, one)
         if not isinstance(value, tf.Tensor):
             columns = [self._separate(part) for part in parts]

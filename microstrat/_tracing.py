@@ -118,6 +118,8 @@ class Tracing:
         self.assumptions: list[list[Any]] = []
         self._varies: dict[tf.Operation, bool] = {}
         self._running: tf.Tensor | None = None
+        self._each: set[Any] = set()
+        self._common: set[Any] = set()
         self.restart: str | None = None
         self.redirected: list[tuple[tf.Tensor, tf.Tensor]] = []
         with self.graph.as_default():
@@ -350,6 +352,20 @@ class Tracing:
         """All replicas' values, concatenated along `axis`, replica 0 first."""
         return self.collect_replicas("concat", value, axis)
 
+    def note_each(self, result: Any) -> Any:
+        """Notes tensors of which tf.distribute gives each replica its own, equal ones: a reduced value, say."""
+        self._each |= {tensor.ref() for tensor in tf.nest.flatten(result) if isinstance(tensor, tf.Tensor)}
+        return result
+
+    def note_common(self, result: Any) -> None:
+        """Notes tensors that a merge function hands to all replicas: one value, and not one for each of them."""
+        found = {tensor.ref() for tensor in tf.nest.flatten(result) if isinstance(tensor, tf.Tensor)}
+        self._common |= found - self._each
+
+    def is_common(self, value: Any) -> bool:
+        """Whether a value is one tensor that a merge function has handed to all replicas."""
+        return isinstance(value, tf.Tensor) and value.ref() in self._common
+
     def combine_write(self, variable: Any, method: str, value: Any) -> Any:
         """What `variable.method(value)` in the replica function is to assign."""
         del variable, method
@@ -454,6 +470,8 @@ class Tracing:
         """Whether `value` is a tensor made outside the replica function: not a value of each of N replicas, but one."""
         if self.num_replicas == 1 or not isinstance(value, tf.Tensor):
             return False
+        if self.is_common(value):
+            return True
         first = self
         while first.continues is not None:
             first = first.continues

@@ -148,6 +148,12 @@ class ReplicaView:
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.asarray(self.numpy(), *args, **kwargs)
 
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
     def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
         return tf.convert_to_tensor(self.read_value(), dtype=dtype, name=name)
 

@@ -157,6 +157,26 @@ def merge_call_passes_values_on(strategy: tf.distribute.Strategy) -> Any:
     return _run(strategy, replica_function)
 
 
+@program(eager=(), why="the eager engine's values are all for themselves", whole="mean")
+def merge_call_hands_out_one_value(strategy: tf.distribute.Strategy) -> Any:
+    """One tensor for all replicas is no value of each of them; what was reduced is."""
+
+    def replica_function() -> Any:
+        context = tf.distribute.get_replica_context()
+        one = context.merge_call(lambda _: tf.constant(5.0))
+        each = context.merge_call(lambda cross, value: cross.extended.reduce_to("SUM", value, value), args=(_id(),))
+        return one, each, one + each
+
+    @tf.function
+    def run() -> Any:
+        results = strategy.run(replica_function)
+        found = [isinstance(result, tf.distribute.DistributedValues) for result in results]
+        return [tf.constant(is_distributed and strategy.num_replicas_in_sync > 1) for is_distributed in found], results
+
+    distributed, results = run()
+    return [bool(value) for value in distributed], [local(strategy, value) for value in results]
+
+
 @program(whole="mean")
 def merge_call_local_results(strategy: tf.distribute.Strategy) -> Any:
     def merge(cross: tf.distribute.Strategy, value: Any) -> Any:

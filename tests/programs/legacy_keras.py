@@ -72,6 +72,24 @@ def legacy_fit(strategy: tf.distribute.Strategy) -> Any:
 
 
 @program(
+    eager=(), needs="tf_keras", why="the eager engine's values are all for themselves", why_not_whole=OWN_STATISTICS
+)
+def legacy_on_batch_methods(strategy: tf.distribute.Strategy) -> Any:
+    """Logs of one batch: a metric's result is one value for all replicas, and counts once."""
+    tf_keras = importlib.import_module("tf_keras")
+    tf_keras.backend.clear_session()
+    with strategy.scope():
+        model = _build()
+        loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(tf_keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    x, y = rows(BATCH, 6), labels(BATCH)
+    logs: list[Any] = []
+    keep = tf_keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, values: logs.append(dict(values)))
+    model.fit(batches(rows(2 * BATCH, 6), labels(2 * BATCH)), verbose=0, callbacks=[keep])
+    return [logs, *(method(x, y) for method in (model.train_on_batch, model.test_on_batch))]
+
+
+@program(
     replicas=(2,), eager=(2,), needs="tf_keras", why_not_whole="every replica's gradients are checked by themselves"
 )
 def legacy_mixed_float16(strategy: tf.distribute.Strategy) -> Any:
