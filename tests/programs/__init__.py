@@ -8,7 +8,7 @@ __all__ = ["EXACT", "PROGRAMS", "TOLERANCE", "TOLERANCE_LATER", "Program", "prog
 
 _MODULES = (
     "loops", "functions", "training", "variables", "collectives", "inputs", "checkpoints", "legacy_keras", "whole",
-    "whole_keras",
+    "whole_keras", "libraries",
 )  # fmt: skip
 for _module in _MODULES:
     # Importing a module registers its programs.
