@@ -107,7 +107,7 @@ def is_exact(kind: str, number: int) -> bool:
     """Whether two runs must agree in every bit."""
     from tests import programs
 
-    return kind in ("mirrored", "looped", "eager") and number in programs.EXACT
+    return kind in ("mirrored", "looped", "eager", "real2") and number in programs.EXACT
 
 
 def devices(kind: str, number: int) -> int:

@@ -602,7 +602,7 @@ def local_state_beside_a_shared_counter(strategy: tf.distribute.Strategy) -> Any
         return count + 0, largest + 0.0, total + 0.0
 
     step = tf.function(lambda x: strategy.run(replica_step, args=(x,)))
-    data = strategy.experimental_distribute_dataset(batches(rows(BATCH), batch=6))
+    data = strategy.experimental_distribute_dataset(batches(rows(BATCH), batch=8))
     out = [[local(strategy, part) for part in step(x)] for x in data]
     return {"out": out, "cross": [count.numpy(), largest.numpy(), total.numpy()]}
 
