@@ -265,7 +265,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
         for function, assumptions in list(variable.assumed_shared_by.items()):
             _tf.forget_traces(function)
             # What this trace itself assumed, it mends. What the same function did before, in its graph, stays there.
-            earlier = [wrote for trace, wrote in assumptions if trace is None or trace() is not tracing]
+            this = tracing and tracing.root
+            earlier = [wrote for trace, wrote in assumptions if trace is None or trace() is not this]
             if tracing is not None and earlier and any(function is known for known in active):
                 unfinished.append(function)
                 if any(earlier) or _tf.in_loop(tracing.outer):

@@ -143,6 +143,14 @@ class Tracing:
         return self.strategy.num_replicas_in_sync
 
     @property
+    def root(self) -> Tracing:
+        """The trace that this one is, or is part of."""
+        tracing: Tracing = self
+        while (outer := tracing.around or tracing.continues) is not None:
+            tracing = outer
+        return tracing
+
+    @property
     def laps(self) -> int:
         """How often the loop goes round on one device, at most."""
         return self.turns.most // len(self.real.devices)

@@ -586,7 +586,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         tracing = _tracing.current_tracing()
         for function in _tf.functions_being_traced():
             assumptions = self.assumed_shared_by.setdefault(function, [])
-            assumptions.append((tracing and weakref.ref(tracing), writing))
+            assumptions.append((tracing and weakref.ref(tracing.root), writing))
             if tracing is not None and any(function is around for around in tracing.functions):
                 tracing.assumptions.append(assumptions)
 

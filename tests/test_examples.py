@@ -106,6 +106,22 @@ def test_replicas_loop_trains_to_the_weights_of_the_full_batch() -> None:
     check_loop(output_of(EXAMPLES / "replicas_loop.py", "--epochs", "1"), "4 × 16", "1 × 64")
 
 
+def test_a_training_that_moves_comes_to_the_losses_of_one_that_stays() -> None:
+    lines = output_of(EXAMPLES / "switch.py", "--epochs", "1").splitlines()
+    rows = [re.fullmatch(r" +(\d+)  (.+?)  +([\d.]+)  +([\d.]+)  +(\S+)", line) for line in lines[1:5]]
+    assert [row and (row[1], row[2]) for row in rows] == [
+        ("1", "8 replicas = 1 device × 8 micro-batches"),
+        ("2", "8 replicas = 2 devices × 4 micro-batches"),
+        ("3", "4 replicas = 4 devices"),
+        ("4", "no strategy"),
+    ]
+    losses = [(float(row[3]), float(row[4]), float(row[5])) for row in rows if row is not None]
+    assert all(moved == pytest.approx(stayed, rel=2e-6) for moved, stayed, _ in losses)
+    assert all(difference < 2e-6 for _, _, difference in losses)
+    assert losses[-1][0] < 0.5 * losses[0][0]
+    assert float(lines[5].rsplit(maxsplit=1)[1]) < 1e-5  # the weights
+
+
 def test_custom_loop_with_micro_batches_of_several_sizes(run_here: Callable[..., str]) -> None:
     arguments = ("--epochs", "1", "--batch-size", "62")  # 16 + 16 + 16 + 14 rows, and at the end 8 + 8 + 8 + 8
     check_loop(run_here(EXAMPLES / "custom_loop.py", *arguments), "4 × ≤16", "1 × 62")
