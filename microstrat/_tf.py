@@ -46,6 +46,7 @@ from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import tensor_conversion_registry as _conversion
 from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
+from tensorflow.python.ops import gen_stateful_random_ops as _stateful_random_ops
 from tensorflow.python.ops import gen_summary_ops as _gen_summary_ops
 from tensorflow.python.ops import random_ops_util as _random_ops_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
@@ -529,6 +530,9 @@ def function_names(op: tf.Operation, attr: str) -> list[str]:
     return [func.name for func in (value if isinstance(value, list) else [value]) if hasattr(func, "name")]
 
 
+_FUNCTION_ATTRS = ("f", "body", "cond", "then_branch", "else_branch", "branches")
+
+
 def branch_graphs(op: tf.Operation) -> list[Any]:
     """The FuncGraphs of an If's or Case's branches, as they were traced; none of one that `graph_to_function` made."""
     names = [name for attr in ("then_branch", "else_branch", "branches") for name in function_names(op, attr)]
@@ -536,13 +540,15 @@ def branch_graphs(op: tf.Operation) -> list[Any]:
     return [function.graph for function in found if function.function_type is not None]
 
 
-def called_graph(op: tf.Operation) -> Any:
-    """The FuncGraph of the function that an operation calls; None if it calls none, or one that `graph_to_function` made."""
-    if not op.type.endswith("PartitionedCall"):
-        return None
-    (name,) = function_names(op, "f")
-    function = op.graph._functions[name]
-    return function.graph if function.function_type is not None else None
+def called_graphs(op: tf.Operation) -> list[tuple[Any, Sequence[tf.Tensor]]]:
+    """The FuncGraphs of the functions that an operation calls, or runs as branches or in turns, and what each gets.
+
+    Those that `graph_to_function` made are missing.
+    """
+    names = [name for attr in _FUNCTION_ATTRS for name in function_names(op, attr)]
+    found = [op.graph._functions[name] for name in names]
+    inputs = op.inputs[1:] if function_names(op, "then_branch") or function_names(op, "branches") else op.inputs
+    return [(function.graph, inputs) for function in found if function.function_type is not None]
 
 
 def graph_to_function(
@@ -830,6 +836,22 @@ def hooked_loops(hook: Callable[..., Any]) -> Iterator[None]:
     tf.while_loop, tf.map_fn and the like, AutoGraph's loops and Keras' all come by here.
     """
     with _patches.replaced(_while_v2, "while_loop", lambda stock: functools.partial(hook, stock)):
+        yield
+
+
+@contextlib.contextmanager
+def hooked_generators(after: Callable[[tf.Tensor, tf.Tensor], None]) -> Iterator[None]:
+    """Calls `after(handle, result)` when a tf.random.Generator has advanced its state on this thread, by handle."""
+
+    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def rng_read_and_skip(resource: Any, *args: Any, **kwargs: Any) -> Any:
+            result = stock(resource, *args, **kwargs)
+            after(resource, result)
+            return result
+
+        return rng_read_and_skip
+
+    with _patches.replaced(_stateful_random_ops, "rng_read_and_skip", make):
         yield
 
 

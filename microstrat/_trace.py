@@ -391,11 +391,14 @@ def _writes_itself(op: tf.Operation, handle: tf.Tensor, allowed: set[tf.Operatio
     """Whether `op` writes a resource, or an operation of a function that it calls does, other than those `allowed`."""
     if op in allowed or not any(written is handle for written in _kinds.writes(op)):
         return False
-    called = _tf.called_graph(op)
-    if called is None:
-        return True
-    inner = [own for own, given in zip(called.inputs, op.inputs, strict=True) if given is handle]
-    return any(_writes_itself(consumer, own, allowed) for own in inner for consumer in own.consumers())
+    called = _tf.called_graphs(op)
+    return not called or any(
+        _writes_itself(consumer, own, allowed)
+        for graph, inputs in called
+        for own, given in zip(graph.inputs, inputs, strict=True)
+        if given is handle
+        for consumer in own.consumers()
+    )
 
 
 def needs_inline(found: Sequence[tuple[Any, tf.Operation]], tracing: _tracing.Tracing) -> bool:

@@ -60,7 +60,7 @@ class Tracing:
       outermost: the graph outside all traces.
       inline: whether nested tf.functions run inline (they hold a collective).
       lent: id of a handle that holds a replica's value of a variable -> that variable.
-      lending: operations that put it there.
+      lending: operations that put it there, and that change it and give it back.
       lifted: markers of collectives that stood in a branch, and were lifted out of it.
       continues: the trace whose loop this one is a turn of, if it is one.
       run_loop: runs a tf.while_loop that holds a collective: see `_loops.run`.
@@ -213,6 +213,7 @@ class Tracing:
             if not self.single:
                 stack.enter_context(keras_of_replicas(self.strategy, self.function_name))
                 stack.enter_context(_tf.hooked_loops(self._loop))
+                stack.enter_context(_tf.hooked_generators(_take_back))
             if self.strategy.extended.draws_independently:
                 stack.enter_context(_tf.hooked_operations(lambda draw: self.current().own_draws(draw)))
             yield
@@ -648,6 +649,15 @@ class Continuation(Tracing):
     def adopt_local_state(self, primary: Any, read: Callable[[], tf.Tensor]) -> None:
         super().adopt_local_state(primary, read)
         self.continues.adopt_local_state(primary, read)
+
+
+def _take_back(handle: tf.Tensor, result: tf.Tensor) -> None:
+    """After an operation on a handle that holds a replica's value of a variable: the replica keeps what it has become."""
+    tracing = current_tracing()
+    variable = None if tracing is None else tracing.lent.get(id(handle))
+    if tracing is not None and variable is not None:
+        tracing.lending.add(result.op)
+        variable.take_back(result)
 
 
 def unwrapped(tensor: tf.Tensor) -> tf.Tensor:

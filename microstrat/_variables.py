@@ -421,6 +421,11 @@ class _PerReplicaRows:
             tracing.lending.add(loaded)
         return one.handle
 
+    def take_back(self, after: tf.Tensor) -> None:
+        """Makes what `after` has left in the lent variable this replica's value."""
+        with tf.control_dependencies([after]):
+            ReplicaView(self).assign(self._one_replica().read_value())
+
     def read_row(self, row: Any) -> tf.Tensor:
         assert self.rows is not None
         return self.rows.gather(row)

@@ -675,6 +675,25 @@ def summaries(strategy: tf.distribute.Strategy) -> Any:
         return sorted(values, key=lambda value: value[:2])
 
 
+@program(why_not_whole=OWN_DRAWS)
+def generators_in_control_flow(strategy: tf.distribute.Strategy) -> Any:
+    """Each replica's generator goes on where it was: in a loop, in a branch that not all take, by sizes that differ."""
+    with strategy.scope():
+        generator = tf.random.Generator.from_seed(5)
+
+    def replica_step() -> Any:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        drawn = tf.cast(number, tf.float32)
+        for _ in tf.range(3):
+            drawn += generator.normal([])
+        if number % 2 == 1:
+            drawn += generator.uniform([])
+        return drawn, tf.reduce_sum(generator.normal([300 * (number + 1)])), generator.normal([2])
+
+    step = tf.function(lambda: strategy.run(replica_step))
+    return [[local(strategy, value) for value in step()] for _ in range(2)]
+
+
 @program(replicas=(2,), eager=(2,), why_not_whole=OWN_DRAWS)
 def random_sources(strategy: tf.distribute.Strategy) -> Any:
     """Generators made in scope, restored and outside of it; stateless draws; Keras' seeds and layers of noise."""
