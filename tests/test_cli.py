@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
@@ -125,6 +125,15 @@ def test_a_script_runs_as_directly(arguments: Sequence[str], directory: pathlib.
     assert errors == re.sub(r'(  File "(<frozen runpy>|.*runpy\.py)", .*\n(    .*\n)*)+', "", direct_errors)
 
 
+@pytest.fixture
+def signals_count() -> Iterator[None]:
+    """What runs in the background is started with SIGINT ignored, and so is what it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("signals_count")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
