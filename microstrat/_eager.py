@@ -25,8 +25,8 @@ class EagerReplicaContext(_context.ReplicaContext):
     """The context of one replica that runs for itself."""
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id: int, replica: _Replica | None):
-        extended = strategy.extended
-        super().__init__(strategy, replica_id_in_sync_group=extended._get_replica_id_in_sync_group(replica_id))  # noqa: SLF001
+        self._id = strategy.extended._get_replica_id_in_sync_group(replica_id)  # noqa: SLF001 - this package's own class
+        super().__init__(strategy, replica_id_in_sync_group=self._id)
         self._number = replica_id
         self._replica = replica
 
@@ -34,7 +34,7 @@ class EagerReplicaContext(_context.ReplicaContext):
         return None
 
     def _own_id(self) -> tf.Tensor:
-        return tf.constant(self.strategy.extended._get_replica_id_in_sync_group(self._number))  # noqa: SLF001
+        return tf.constant(self._id)
 
     def _own_row(self) -> tf.Tensor:
         return tf.constant(self._number)

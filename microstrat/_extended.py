@@ -62,7 +62,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         super().__init__(container_strategy)
         self.real = real
         self.replicas_here = virtual_replicas * len(real.devices)
-        self._virtual = virtual_replicas
+        self.replicas_of_device = virtual_replicas
         self._number = virtual_replicas * real.number
         self.micro_batches = micro_batches
         self.loss_reduction = loss_reduction
@@ -154,7 +154,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
 
     def device_of(self, replica: int) -> str:
         """The device of a replica of this process."""
-        return self.real.devices[replica // self._virtual]
+        return self.real.devices[replica // self.replicas_of_device]
 
     def announce(self, subject: str, message: str) -> None:
         """Warns, once for each subject."""
@@ -234,10 +234,10 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if on_read:
             cls = _variables.VirtualSyncOnReadVariable
             kwargs["initial_value"] = _variables.tile_initial_value(
-                kwargs["initial_value"], kwargs.get("dtype"), self._virtual
+                kwargs["initial_value"], kwargs.get("dtype"), self.replicas_of_device
             )
             if kwargs.get("shape") is not None:
-                kwargs["shape"] = tf.TensorShape([self._virtual]).concatenate(kwargs["shape"])
+                kwargs["shape"] = tf.TensorShape([self.replicas_of_device]).concatenate(kwargs["shape"])
         with _tracing.outside_trace(), _tf.stop_recording():
             if self.real.base is not None:
                 components = _tf.components(self.real.base, next_creator, **kwargs)
@@ -309,7 +309,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         if var.rows is None:
             results = [
                 self._update_once(functools.partial(fn, self._component(var, replica)), args, kwargs, group, replica)
-                for replica in range(0, self.replicas_here, self._virtual)
+                for replica in range(0, self.replicas_here, self.replicas_of_device)
             ]
             return results[0]
         results = []

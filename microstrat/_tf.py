@@ -402,6 +402,16 @@ def in_loop(graph: Any, stop: Any = None) -> bool:
     return False
 
 
+def in_control_flow() -> bool:
+    """Whether the current graph is in a branch or loop, at any depth, of what is being traced."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    while isinstance(graph, FuncGraph):
+        if is_control_flow_graph(graph):
+            return True
+        graph = outer_graph(graph)
+    return False
+
+
 def outer_graph(graph: Any) -> tf.Graph | None:
     return getattr(graph, "outer_graph", None)
 
@@ -530,14 +540,9 @@ def function_names(op: tf.Operation, attr: str) -> list[str]:
     return [func.name for func in (value if isinstance(value, list) else [value]) if hasattr(func, "name")]
 
 
-_FUNCTION_ATTRS = ("f", "body", "cond", "then_branch", "else_branch", "branches")
-
-
 def branch_graphs(op: tf.Operation) -> list[Any]:
     """The FuncGraphs of an If's or Case's branches, as they were traced; none of one that `graph_to_function` made."""
-    names = [name for attr in ("then_branch", "else_branch", "branches") for name in function_names(op, attr)]
-    found = [op.graph._functions[name] for name in names]
-    return [function.graph for function in found if function.function_type is not None]
+    return _graphs_of(op, "then_branch", "else_branch", "branches")
 
 
 def called_graphs(op: tf.Operation) -> list[tuple[Any, Sequence[tf.Tensor]]]:
@@ -545,10 +550,13 @@ def called_graphs(op: tf.Operation) -> list[tuple[Any, Sequence[tf.Tensor]]]:
 
     Those that `graph_to_function` made are missing.
     """
-    names = [name for attr in _FUNCTION_ATTRS for name in function_names(op, attr)]
-    found = [op.graph._functions[name] for name in names]
-    inputs = op.inputs[1:] if function_names(op, "then_branch") or function_names(op, "branches") else op.inputs
-    return [(function.graph, inputs) for function in found if function.function_type is not None]
+    branches = [(graph, op.inputs[1:]) for graph in branch_graphs(op)]  # the first input says which
+    return [*branches, *((graph, op.inputs) for graph in _graphs_of(op, "f", "body", "cond"))]
+
+
+def _graphs_of(op: tf.Operation, *attrs: str) -> list[Any]:
+    found = [op.graph._functions[name] for attr in attrs for name in function_names(op, attr)]
+    return [function.graph for function in found if function.function_type is not None]
 
 
 def graph_to_function(
@@ -716,16 +724,6 @@ def gather(strategy: Any, values: Sequence[tf.Tensor], axis: int) -> Any:
     value = PerReplica(tuple(values))
     with cross_replica_context(strategy):
         return strategy.extended._gather_to(value, value, axis)
-
-
-def in_control_flow() -> bool:
-    """Whether the current graph is in a branch or loop, at any depth, of what is being traced."""
-    graph: Any = tf.compat.v1.get_default_graph()
-    while isinstance(graph, FuncGraph):
-        if is_control_flow_graph(graph):
-            return True
-        graph = outer_graph(graph)
-    return False
 
 
 def worker_index(strategy: Any) -> int:

@@ -115,10 +115,9 @@ class Rows:
         if len(self._parts) == 1:
             return act(self.parts[0], row)
         each = self.parts[0].shape[0]
-        if not isinstance(row, int):
-            row = tf.get_static_value(row) if tf.get_static_value(row) is not None else row
-        if not isinstance(row, tf.Tensor):
-            return act(self.parts[int(row) // each], int(row) % each)
+        known = tf.get_static_value(row) if isinstance(row, tf.Tensor) else row
+        if known is not None:
+            return act(self.parts[int(known) // each], int(known) % each)
         return tf.switch_case(row // each, [functools.partial(act, part, row % each) for part in self.parts])
 
 
@@ -343,9 +342,13 @@ class _PerReplicaRows:
     def replicas_here(self) -> int:
         return self._distribute_strategy.extended.replicas_here
 
+    @property
+    def replicas_of_device(self) -> int:
+        return self._distribute_strategy.extended.replicas_of_device
+
     def component_of(self, replica: int) -> Any:
         """The variable of a replica of this process, where all replicas of a device share one."""
-        return self._values[replica * len(self._values) // self.replicas_here]
+        return self._values[replica // self.replicas_of_device]
 
     @property
     def primary(self) -> Any:
@@ -444,8 +447,7 @@ class _PerReplicaRows:
         if tracing is not None and not self.real.alone:
             return tracing.reduce(tf.distribute.ReduceOp.SUM, self.read_row(tracing.row))
         assert self.rows is not None
-        total = tf.reduce_sum(self.rows.read_value(), axis=0)
-        return total if self.real.alone else self.real.sum_of_workers(total)
+        return self.real.sum_of_workers(tf.reduce_sum(self.rows.read_value(), axis=0))
 
     def in_own_replica_context(self) -> bool:
         return isinstance(_tf.get_replica_context_of(self._distribute_strategy), _context.ReplicaContext)
@@ -606,7 +608,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
         if _tracing.current_tracing() is not None:
             self._primary.assign(self.read_row(0), read_value=False)
             return
-        for replica in range(0, self.replicas_here, self.replicas_here // len(self._values)):
+        for replica in range(0, self.replicas_here, self.replicas_of_device):
             self.component_of(replica).assign(self.read_row(replica), read_value=False)
 
     def _read_before_local(self) -> Any:
@@ -707,8 +709,7 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
             tracing.adopt_local_state(self._primary, lambda: self.read_row(tracing.row))
 
     def _make_rows(self) -> Rows:
-        each = self.replicas_here // len(self._values)
-        return Rows([self._make_rows_on(component, each) for component in self._values])
+        return Rows([self._make_rows_on(component, self.replicas_of_device) for component in self._values])
 
     def _make_rows_on(self, component: Any, number: int) -> Any:
         name = f"{self._common_name}/replicas"

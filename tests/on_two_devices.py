@@ -13,10 +13,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context  # noqa: TID251 - no public name shows what runs where
 
 import microstrat
 from microstrat import _lower, _values
+from tests import executed
 
 DEVICES = 2
 tf.config.threading.set_inter_op_parallelism_threads(8)
@@ -77,11 +77,7 @@ def test_each_device_runs_its_loop_and_its_optimizer(strategy: Any) -> None:
         return loss
 
     batch = next(batches(strategy, 8))
-    eager = context.context()
-    eager.enable_graph_collection()
-    run(strategy, step, batch)
-    graphs = eager.export_run_metadata().function_graphs
-    eager.disable_graph_collection()
+    graphs = executed.graphs(lambda: run(strategy, step, batch))
     assert len(calls) == 1
     plan = _lower.last_plan()
     assert plan is not None

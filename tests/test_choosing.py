@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import textwrap
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 
 import microstrat
 from microstrat import _choose
+from tests import cluster
 
 GPU1, GPU2, GPU3, GPU8, CPU1 = (
     _choose.Machine(*what) for what in [("GPU", 1), ("GPU", 2), ("GPU", 3), ("GPU", 8), ("CPU", 1)]
@@ -202,16 +201,7 @@ def test_virtualized_fit_on_two_workers() -> None:
 
 def run_on_two_workers(code: str) -> list[list[str]]:
     """The lines that a program prints on each of two workers."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{listening.getsockname()[1]}" for listening in (one, other)]
-    workers = [
-        start(
-            code, TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
-        )
-        for index in range(2)
-    ]
+    workers = [start(code, TF_CONFIG=configuration) for configuration in cluster.configurations(2)]
     return [finish(worker) for worker in workers]
 
 

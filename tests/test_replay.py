@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context  # noqa: TID251 - no public name shows what the optimizer leaves
 
 import microstrat
+from tests import executed
 
 UNEVEN = pytest.mark.filterwarnings("ignore:A batch of")
 X = np.random.default_rng(0).standard_normal((7, 3)).astype("float32")
@@ -203,13 +203,7 @@ class Ordered:
 
 def optimized(function: Any, *args: Any) -> dict[str, Any]:
     """The nodes of the largest graph that runs in a call of a tf.function, by name."""
-    eager = context.context()
-    eager.enable_graph_collection()
-    try:
-        function(*args)
-        graphs = [found.post_optimization_graph for found in eager.export_run_metadata().function_graphs]
-    finally:
-        eager.disable_graph_collection()
+    graphs = [found.post_optimization_graph for found in executed.graphs(lambda: function(*args))]
     return {node.name: node for node in max(graphs, key=lambda graph: len(graph.node)).node}
 
 

@@ -6,11 +6,9 @@ What they compute together is what MirroredStrategy computes on as many devices,
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import pickle
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import compare, programs, worker
+from tests import cluster, compare, programs, worker
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIMIT = 240
@@ -35,8 +33,6 @@ NAMES = [
     "all_gather",
     "variables_on_read",
 ]
-
-
 FOR_THEMSELVES = {"loop_batch_norm"}
 """Replicas keep moving statistics to themselves, and each worker shows those of its first one."""
 
@@ -54,23 +50,13 @@ def _part(expected: Any, found: Any, index: int) -> Any:
     return type(expected)(_part(one, other, index) for one, other in zip(expected, found, strict=True))
 
 
-def _ports(number: int) -> list[int]:
-    """Ports that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("localhost", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def start(command: Sequence[str], number: int = 2) -> list[subprocess.Popen[str]]:
     """Starts a program as so many workers of a cluster; "{index}" in the command is the worker's."""
-    cluster = {"worker": [f"localhost:{port}" for port in _ports(number)]}
     processes = []
-    for index in range(number):
+    for index, configuration in enumerate(cluster.configurations(number)):
         environment = {
             **os.environ,
-            "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
+            "TF_CONFIG": configuration,
             "CUDA_VISIBLE_DEVICES": "",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "PYTHONPATH": str(ROOT),
