@@ -269,7 +269,8 @@ class MicroBatchExtended(_tf.StrategyExtended):
             earlier = [wrote for trace, wrote in assumptions if trace is None or trace() is not this]
             if tracing is not None and earlier and any(function is known for known in active):
                 unfinished.append(function)
-                if any(earlier) or _tf.in_loop(tracing.outer):
+                wrote = any(earlier) or any(_tf.may_write(tracing.outer, handle) for handle in variable.own_handles)
+                if wrote or _tf.in_loop(tracing.outer):
                     variable.assumed_shared_by.clear()
                     raise _errors.became_local_too_late(variable.name, tracing.function_name)
         variable.assumed_shared_by.clear()

@@ -394,8 +394,9 @@ def _may_read_again(
     node = nodes[read]
     if at < earliest or any(live[before] and nodes[before].effect for before in node.after):
         return False
+    once = at % 2 == 0  # in a loop, the second turn would read what the first has written
     return all(
-        stage[write] > at or (stage[write] == at and _ordered(nodes, read, write))
+        stage[write] > at or (once and stage[write] == at and _ordered(nodes, read, write))
         for write in writers.get(node.reads, ())
     )
 

@@ -393,6 +393,15 @@ def is_inside(graph: Any, other: Any) -> bool:
     return graph is other
 
 
+def graphs_around(graph: Any) -> list[Any]:
+    """A function's graph and those that it is part of, innermost first."""
+    found = []
+    while isinstance(graph, FuncGraph):
+        found.append(graph)
+        graph = outer_graph(graph)
+    return found
+
+
 def in_loop(graph: Any, stop: Any = None) -> bool:
     """Whether `graph` is part of a tf.while_loop's body, inside of `stop`."""
     while isinstance(graph, FuncGraph) and graph is not stop:
@@ -504,6 +513,18 @@ def written_resources(op: tf.Operation) -> list[tf.Tensor]:
     """The resource inputs that `op` may write, by the rule tf.function's automatic control dependencies use."""
     _, writes = _auto_control_deps_utils.get_read_write_resource_inputs(op)
     return list(writes)
+
+
+def may_write(graph: Any, resource: tf.Tensor) -> bool:
+    """Whether an operation of a graph, or of one that it is part of, may write what the graphs take from outside."""
+    inner: tf.Tensor | None = resource
+    for graph in reversed(graphs_around(graph)):
+        inner = next((own for outer, own in graph.captures if outer is inner), None)
+        if inner is None:
+            return False
+        if any(inner is written for op in inner.consumers() for written in written_resources(op)):
+            return True
+    return False
 
 
 def functions(graph: Any) -> dict[str, Any]:

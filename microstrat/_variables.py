@@ -367,7 +367,12 @@ class _PerReplicaRows:
 
     def is_handle(self, handle: tf.Tensor) -> bool:
         """Whether a resource handle is this variable's."""
-        return any(handle is component.handle for component in self._values) or self.handle_is_rows(handle)
+        return any(handle is own for own in self.own_handles) or self.handle_is_rows(handle)
+
+    @property
+    def own_handles(self) -> list[tf.Tensor]:
+        """Of the variables, one for each device, that all its replicas share."""
+        return [component.handle for component in self._values]
 
     def _get_replica(self, replica_id: int) -> Any:
         tracing = _tracing.current_tracing()
@@ -494,8 +499,15 @@ class VirtualMirroredVariable(_PerReplicaRows, _tf.MirroredVariable):
     def values(self) -> tuple[Any, ...]:
         """The N component variables: the one variable N times, or each replica's own."""
         if self.rows is None:
+            if self.may_become_local:
+                self._assume_shared(writing=False)  # if what gets them writes, the graph tells
             return tuple(self.component_of(replica) for replica in range(self.replicas_here))
         return tuple(ReplicaView(self, replica) for replica in range(self.replicas_here))
+
+    def _get_replica(self, replica_id: int) -> Any:
+        if self.may_become_local:
+            self._assume_shared(writing=False)
+        return super()._get_replica(replica_id)
 
     @property
     def handle(self) -> tf.Tensor:

@@ -139,7 +139,19 @@ def test_a_read_before_the_run_that_makes_a_variable_each_replicas_own() -> None
     ],
     ids=["assigned", "scattered", "under a condition"],
 )
-def test_a_write_before_the_run_that_makes_a_variable_each_replicas_own(write: Any) -> None:
+@pytest.mark.parametrize(
+    "write_before",
+    [
+        lambda strategy, own: own.assign([0.0]),
+        lambda strategy, own: strategy.extended.update(own, lambda component: component.assign([0.0])),
+        lambda strategy, own: [part.assign([0.0]) for part in strategy.experimental_local_results(own)],
+        lambda strategy, own: tf.cond(
+            own[0] > -1.0, lambda: [part.assign([0.0]) + 0.0 for part in own.values], lambda: [own + 0.0] * 2
+        ),
+    ],
+    ids=["assigned", "updated", "components", "components under a condition"],
+)
+def test_a_write_before_the_run_that_makes_a_variable_each_replicas_own(write: Any, write_before: Any) -> None:
     strategy = microstrat.MicroBatchStrategy(2)
     with strategy.scope():
         own = tf.Variable([5.0], trainable=False)
@@ -150,7 +162,7 @@ def test_a_write_before_the_run_that_makes_a_variable_each_replicas_own(write: A
 
     @tf.function
     def both() -> Any:
-        own.assign([0.0])
+        write_before(strategy, own)
         return strategy.run(replica_step)
 
     with pytest.raises(RuntimeError, match=r"Nothing has run yet: call the tf\.function again"):

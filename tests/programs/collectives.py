@@ -206,6 +206,22 @@ def merge_call_reads_what_replicas_wrote(strategy: tf.distribute.Strategy) -> An
     return {"out": _run(strategy, replica_function), "own": own.numpy(), "total": total.numpy()}
 
 
+@program(whole="mean")
+def merge_call_reads_before_replicas_write(strategy: tf.distribute.Strategy) -> Any:
+    """All replicas use what was there when they met, also while they write, one after another."""
+    with strategy.scope():
+        total = tf.Variable(
+            0.25, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
+        )
+
+    def replica_function() -> Any:
+        seen = tf.distribute.get_replica_context().merge_call(lambda cross: tf.identity(total))
+        total.assign_sub(seen)
+        return seen, total + 0.0
+
+    return {"out": [_run(strategy, replica_function) for _ in range(2)], "total": total.numpy()}
+
+
 @program(core=True, why_not_whole="it gathers along another axis than the rows")
 def all_gather(strategy: tf.distribute.Strategy) -> Any:
     def replica_function(x: Any) -> Any:

@@ -178,6 +178,21 @@ def variables_updated_between_runs(strategy: tf.distribute.Strategy) -> Any:
 
 
 @program(whole="mean")
+def variables_updated_in_functions_traced_before(strategy: tf.distribute.Strategy) -> Any:
+    """What a function does to the components of a variable that only later differs between replicas."""
+    with strategy.scope():
+        own = tf.Variable([1.0, 2.0], trainable=False)
+    update = tf.function(lambda: strategy.extended.update(own, lambda component: component.assign_add([10.0, 20.0])))
+    write = tf.function(lambda: [part.assign([5.0, 6.0]) for part in strategy.experimental_local_results(own)][0])
+    run = tf.function(lambda: strategy.run(lambda: own.assign_add([1.0, _replica_number()]) + 0.0))
+    seen = []
+    for change in (update, write, update, update, write):
+        change()
+        seen += [local(strategy, run()), per_replica(strategy, [own]), own.numpy()]
+    return arrays(seen)
+
+
+@program(whole="mean")
 def variables_python_values(strategy: tf.distribute.Strategy) -> Any:
     """Assigned values may be Python numbers and lists, and NumPy and Python take the variables for numbers."""
     with strategy.scope():
