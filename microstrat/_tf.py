@@ -518,8 +518,8 @@ def written_resources(op: tf.Operation) -> list[tf.Tensor]:
 def may_write(graph: Any, resource: tf.Tensor) -> bool:
     """Whether an operation of a graph, or of one that it is part of, may write what the graphs take from outside."""
     inner: tf.Tensor | None = resource
-    for graph in reversed(graphs_around(graph)):
-        inner = next((own for outer, own in graph.captures if outer is inner), None)
+    for around in reversed(graphs_around(graph)):
+        inner = next((own for outer, own in around.captures if outer is inner), None)
         if inner is None:
             return False
         if any(inner is written for op in inner.consumers() for written in written_resources(op)):

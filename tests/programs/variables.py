@@ -183,7 +183,7 @@ def variables_updated_in_functions_traced_before(strategy: tf.distribute.Strateg
     with strategy.scope():
         own = tf.Variable([1.0, 2.0], trainable=False)
     update = tf.function(lambda: strategy.extended.update(own, lambda component: component.assign_add([10.0, 20.0])))
-    write = tf.function(lambda: [part.assign([5.0, 6.0]) for part in strategy.experimental_local_results(own)][0])
+    write = tf.function(lambda: [part.assign([5.0, 6.0]) for part in strategy.experimental_local_results(own)])
     run = tf.function(lambda: strategy.run(lambda: own.assign_add([1.0, _replica_number()]) + 0.0))
     seen = []
     for change in (update, write, update, update, write):
