@@ -14,6 +14,7 @@ import tensorflow as tf
 from microstrat import _errors, _rows, _tf, _values
 
 _UNEVEN = "uneven batch"
+_PLAIN_VALUES = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 _PLAIN_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
@@ -22,22 +23,26 @@ def _wrap(strategy: Any, element: Any) -> Any:
 
     Of several processes, each has its own part of the global batch, which tf.distribute may have cut for its devices.
     """
-    num_parts = strategy.extended.num_parts
-    element = tf.nest.map_structure(lambda value: _of_devices(num_parts, value), element)
-    if num_parts == 1:
+    extended = strategy.extended
+    num_parts = extended.num_parts
+    if num_parts == 1 and extended.real.alone:
         return element
-    rows: dict[str, int] = {}
-    wrapped = []
-    for path, value in _tf.flatten_with_paths(element):
-        if isinstance(value, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and value.shape.rank != 0:
-            count = _rows.static_rows(value)
-            if count is not None:
-                rows[_path_name(path)] = count
-            value = strategy.extended.cut(value)
-        wrapped.append(value)
-    if len(set(rows.values())) > 1:
-        raise _errors.no_common_rows(rows, num_parts, strategy.num_replicas_in_sync)
-    return tf.nest.pack_sequence_as(element, wrapped)
+    leaves = tf.nest.flatten(element)
+    rows = set()
+    for index, value in enumerate(leaves):
+        leaves[index] = value = _of_devices(num_parts, value)
+        if num_parts > 1 and isinstance(value, _PLAIN_VALUES) and value.shape.rank != 0:
+            rows.add(_rows.static_rows(value))
+            leaves[index] = extended.cut(value)
+    if len(rows - {None}) > 1:
+        raise _errors.no_common_rows(_rows_by_name(element), num_parts, strategy.num_replicas_in_sync)
+    return tf.nest.pack_sequence_as(element, leaves)
+
+
+def _rows_by_name(element: Any) -> dict[str, int]:
+    values = [(path, value) for path, value in _tf.flatten_with_paths(element) if isinstance(value, _PLAIN_VALUES)]
+    rows = {_path_name(path): _rows.static_rows(value) for path, value in values if value.shape.rank != 0}
+    return {name: count for name, count in rows.items() if count is not None}
 
 
 def _of_devices(num_parts: int, value: Any) -> Any:

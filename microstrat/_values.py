@@ -49,6 +49,11 @@ class PerReplica(_tf.PerReplica):
         self.listed = listed
         return self
 
+    def _spec_of_batch(self, kind: str, batch: Any) -> PerReplicaSpec:
+        if self.weights is None and isinstance(batch, tf.Tensor) and batch.shape.rank is not None:
+            return _spec_of_tensor(kind, self.num_replicas, batch.dtype, tuple(batch.shape))
+        return self._spec(kind, tf.type_spec_from_value(batch))
+
     def _spec(self, kind: str, *parts: Any) -> PerReplicaSpec:
         return PerReplicaSpec(kind, self.num_replicas, "" if self.weights is None else self.listed, *parts)
 
@@ -144,7 +149,7 @@ class PerReplica(_tf.PerReplica):
 class PerReplicaSpec(_tf.PerReplicaSpec):
     """Type of a per-replica value: how it is held, N, what it lists if it has weights (else ""), and its parts' specs."""
 
-    __slots__ = ["_kind", "_num_replicas", "_parts", "_weighted"]
+    __slots__ = ["_hash", "_kind", "_num_replicas", "_parts", "_weighted"]
 
     def __init__(self, kind: str, num_replicas: int, weighted: str, *parts: Any):
         super().__init__()
@@ -152,6 +157,7 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
         self._num_replicas = num_replicas
         self._weighted = weighted
         self._parts = tuple(parts)
+        self._hash: int | None = None
 
     @property
     def value_type(self) -> type:
@@ -188,6 +194,31 @@ class PerReplicaSpec(_tf.PerReplicaSpec):
         value = _KINDS[self._kind].from_parts(self._num_replicas, parts[: len(self._parts)])
         return value.with_weights(weights, self._weighted)
 
+    # What every call of a tf.function asks for. TypeSpec's own go through tf.nest, which takes longer than a small step.
+    def __hash__(self) -> int:
+        known = self._hash
+        if known is None:
+            self._hash = known = super().__hash__()
+        return known
+
+    def to_tensors(self, value: PerReplica) -> list[tf.Tensor]:
+        pairs = zip(self._component_specs, self._to_components(value), strict=True)
+        return [tensor for spec, part in pairs for tensor in spec.to_tensors(part)]
+
+    def cast(self, value: Any, casting_context: Any) -> Any:
+        if isinstance(value, tf.TypeSpec):
+            return super().cast(value, casting_context)
+        parts = self._to_components(value)
+        cast = [spec.cast(part, casting_context) for spec, part in zip(self._component_specs, parts, strict=True)]
+        changed = any(new is not old for new, old in zip(cast, parts, strict=True))
+        return self._from_components(cast) if changed else value
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_of_tensor(kind: str, num_replicas: int, dtype: tf.DType, shape: tuple[int | None, ...]) -> PerReplicaSpec:
+    """The type of a value held in one tensor: one object for equal ones, which are quick to compare."""
+    return PerReplicaSpec(kind, num_replicas, "", tf.TensorSpec(shape, dtype))
+
 
 def _relax_rows(spec: Any) -> Any:
     if isinstance(spec, tf.TensorSpec):
@@ -220,7 +251,7 @@ class BatchRows(PerReplica):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return self._spec("rows", tf.type_spec_from_value(self.batch))
+        return self._spec_of_batch("rows", self.batch)
 
     def count_rows(self) -> Any:
         return _rows.count_rows(self.batch)
@@ -323,7 +354,7 @@ class MicroBatches(BatchRows):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return PerReplicaSpec("micro_batches", self.num_replicas, "", tf.type_spec_from_value(self.batch))
+        return self._spec_of_batch("micro_batches", self.batch)
 
     def share(self) -> Any:
         return (_rows.even_share if self.even else _rows.share_of)(self.count_rows(), self.num_replicas)
