@@ -6,6 +6,7 @@ the user's pipeline made it, and a micro-batch goes to the device when its turn 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,15 +29,19 @@ def _wrap(strategy: Any, element: Any) -> Any:
     if num_parts == 1 and extended.real.alone:
         return element
     leaves = tf.nest.flatten(element)
-    rows = set()
-    for index, value in enumerate(leaves):
-        leaves[index] = value = _of_devices(num_parts, value)
-        if num_parts > 1 and isinstance(value, _PLAIN_VALUES) and value.shape.rank != 0:
+    wrapped, rows = [], set()
+    for value in leaves:
+        if isinstance(value, tf.distribute.DistributedValues) and not isinstance(value, _values.PerReplica):
+            value = _values.DeviceRows(num_parts, value._values)  # noqa: SLF001 - tf.distribute's protocol
+        elif num_parts > 1 and isinstance(value, _PLAIN_VALUES) and value.shape.rank != 0:
             rows.add(_rows.static_rows(value))
-            leaves[index] = extended.cut(value)
+            value = extended.cut(value)
+        wrapped.append(value)
     if len(rows - {None}) > 1:
         raise _errors.no_common_rows(_rows_by_name(element), num_parts, strategy.num_replicas_in_sync)
-    return tf.nest.pack_sequence_as(element, leaves)
+    if type(element) is tuple and len(element) == len(leaves) and all(map(operator.is_, element, leaves)):
+        return tuple(wrapped)  # pack_sequence_as takes longer than all the rest
+    return tf.nest.pack_sequence_as(element, wrapped)
 
 
 def _rows_by_name(element: Any) -> dict[str, int]:
@@ -45,17 +50,13 @@ def _rows_by_name(element: Any) -> dict[str, int]:
     return {name: count for name, count in rows.items() if count is not None}
 
 
-def _of_devices(num_parts: int, value: Any) -> Any:
-    if isinstance(value, tf.distribute.DistributedValues) and not isinstance(value, _values.PerReplica):
-        return _values.DeviceRows(num_parts, value._values)  # noqa: SLF001 - tf.distribute's protocol
-    return value
-
-
 def _announce_uneven(strategy: Any, batch: Any) -> None:
     """Warns once of a batch that does not divide evenly over the replicas, when it comes."""
     num_replicas, extended = strategy.extended.replicas_here, strategy.extended
+    if extended.has_announced(_UNEVEN):
+        return
     first = next((part for part in tf.nest.flatten(batch) if isinstance(part, tf.Tensor) and part.shape.rank), None)
-    if first is None or extended.has_announced(_UNEVEN):
+    if first is None:
         return
     rows = _rows.count_rows(first)
 
