@@ -52,6 +52,23 @@ class Program:
 
     model: keras.Model
     run: Run
+    first_call: FirstCall | None = None
+
+
+class FirstCall:
+    """The compiled step of a program that has one, to take the first step apart.
+
+    Attributes:
+      function: the tf.function.
+      batch: what it is called with.
+    """
+
+    def __init__(self, function: Any, batch: Any):
+        self.function = function
+        self.batch = batch
+
+    def trace(self) -> None:
+        self.function.get_concrete_function(*self.batch)
 
 
 @dataclass(frozen=True)
@@ -114,13 +131,15 @@ class _Training:
     def program(self, step: Callable[[tf.Tensor, tf.Tensor], Any], data: Any, calls: int = 1) -> Program:
         """A custom loop that calls `step` with the next batch of `data`, `calls` times for each global batch."""
         iterator = iter(data)
+        first = FirstCall(step, next(iterator))
+        batches = itertools.chain([first.batch], iterator)
 
         def run(steps: int) -> Any:
-            for batch in itertools.islice(iterator, steps * calls):
+            for batch in itertools.islice(batches, steps * calls):
                 loss = step(*batch)
             return loss
 
-        return Program(self.model, run)
+        return Program(self.model, run, first)
 
 
 def _plain_full(case: Case) -> Program:
@@ -148,7 +167,10 @@ def _two_functions(case: Case) -> Program:
     def accumulate(x: tf.Tensor, y: tf.Tensor) -> None:
         gradients, loss = training.gradients(x, y, case.global_batch)
         for variable, gradient in zip([*sums, total_loss], [*gradients, loss], strict=True):
-            variable.assign_add(gradient)
+            if isinstance(gradient, tf.IndexedSlices):
+                variable.scatter_add(gradient)
+            else:
+                variable.assign_add(gradient)
 
     @training.function
     def apply() -> tf.Tensor:
@@ -185,7 +207,8 @@ def _while_loop(case: Case) -> Program:
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         def body(index: tf.Tensor, total: list[tf.Tensor], loss: tf.Tensor) -> tuple[Any, ...]:
             gradients, part = training.gradients(*_micro_batch(case, (x, y), index), case.global_batch)
-            return index + 1, [a + b for a, b in zip(total, gradients, strict=True)], loss + part
+            dense = [tf.convert_to_tensor(gradient) for gradient in gradients]  # a loop carries nothing else
+            return index + 1, [a + b for a, b in zip(total, dense, strict=True)], loss + part
 
         start = (tf.constant(0), [tf.zeros(variable.shape) for variable in training.variables], tf.constant(0.0))
         _, total, loss = tf.while_loop(lambda index, *_: index < case.replicas, body, start, parallel_iterations=1)
@@ -193,6 +216,12 @@ def _while_loop(case: Case) -> Program:
         return loss
 
     return training.program(step, training.batches(case.global_batch))
+
+
+def _add(a: Any, b: Any) -> Any:
+    if isinstance(a, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0), a.dense_shape)
+    return a + b
 
 
 def _unrolled(case: Case) -> Program:
@@ -203,7 +232,7 @@ def _unrolled(case: Case) -> Program:
         total, loss = training.gradients(*_micro_batch(case, (x, y), 0), case.global_batch)
         for index in range(1, case.replicas):
             gradients, part = training.gradients(*_micro_batch(case, (x, y), index), case.global_batch)
-            total, loss = [a + b for a, b in zip(total, gradients, strict=True)], loss + part
+            total, loss = [_add(a, b) for a, b in zip(total, gradients, strict=True)], loss + part
         training.apply(total)
         return loss
 
