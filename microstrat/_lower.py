@@ -3,7 +3,7 @@
 A uniform stage is called once. A loop stage is the body of one While over the replicas; what its collectives need is
 added to the trace first, as ordinary operations around the user's own:
 
-    sum     an accumulator that the loop carries; so for max and min
+    sum     an accumulator that the loop carries, or a variable while the loop runs; so for max and min
     first   an accumulator that the first replica sets
     concat  a tensor list, joined after the loop; also for values that are returned, or that a later loop reads
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from microstrat import _conditionals, _errors, _plan, _rows, _tf, _trace, _value
 _counter = itertools.count()
 _last = threading.local()
 
+_MANY_OPERATIONS = 150
 _UNKNOWN_SHAPE = _tf.unknown_shape()
 Key = tuple[int, int]  # (node id, output index): one tensor of the trace
 
@@ -85,6 +87,30 @@ def run(
       kwargs: likewise.
       device: where it runs.
     """
+    with _collector_paused():
+        return _run(strategy, make_tracing, fn, args, kwargs, device)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection meanwhile: a graph is objects by the hundred thousand, all in use, looked through in vain."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _run(
+    strategy: Any,
+    make_tracing: Callable[..., Any],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+) -> tuple[Any, Used]:
     owner_of = strategy.extended.owner_of
     inline, unfolded = False, frozenset[int]()
     while True:
@@ -150,6 +176,36 @@ class _LoopVariable:
     shape: tf.TensorShape
     finish: Callable[[tf.Tensor, int], None]
     element: tf.Tensor | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Total:
+    """A sum over the turns of a loop in a variable that exists while the loop runs.
+
+    Attributes:
+      inner: its handle in the body.
+      add: what adds to it.
+      key: the sum.
+      dtype, shape: of the sum.
+    """
+
+    inner: tf.Tensor
+    add: tf.Operation
+    key: Key
+    dtype: tf.DType
+    shape: tf.TensorShape
+
+    def start(self) -> tuple[tf.Tensor, tf.Operation]:
+        """The handle, and what must run before anybody uses it."""
+        handle = _tf.temporary_variable(self.dtype, self.shape)
+        return handle, tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(self.shape, self.dtype))
+
+    def finish(self, handle: tf.Tensor) -> tf.Tensor:
+        value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=self.dtype)
+        with tf.control_dependencies([value]):
+            destroyed = tf.raw_ops.DestroyResourceOp(resource=handle)
+        with tf.control_dependencies([destroyed]):
+            return tf.identity(value)
 
 
 class _Emitter:
@@ -276,9 +332,13 @@ class _Emitter:
     def _on(self, device: int) -> Any:
         return tf.device(self.real.devices[device] if len(self.devices) > 1 else None)
 
-    def _function(self, suffix: str, operations: Any, inputs: Any, outputs: Any, control: Any = ()) -> str:
+    def _function(
+        self, suffix: str, operations: Any, inputs: Any, outputs: Any, control: Any = (), *, apart: bool = False
+    ) -> str:
         name = f"microstrat_{self.name}_{suffix}"
-        _tf.add_function(self.outer, _tf.graph_to_function(name, self.inner, operations, inputs, outputs, control))
+        function = _tf.graph_to_function(name, self.inner, operations, inputs, outputs, control, apart=apart)
+        for graph in (self.outer, self.inner) if apart else (self.outer,):  # whoever calls it
+            _tf.add_function(graph, function)
         return name
 
     def _functions(self, suffix: str, operations: Sequence[tf.Operation], *rest: Any) -> list[str]:
@@ -406,6 +466,8 @@ class _Emitter:
         if not self.sets[stage] and not markers and not kept:
             return
         variables: list[_LoopVariable] = []
+        totals: list[_Total] = []
+        apart = self._runs_apart(stage)
         before = len(self.inner.get_operations())
         running = [self.turns.on_device(device, self.tracing.laps) for device in self.devices]
         with self.inner.as_default(), tf.device(self.device), tf.control_dependencies(None):
@@ -417,7 +479,10 @@ class _Emitter:
             limit = None if fixed else tf.compat.v1.placeholder(tf.int32, [])
             condition = self.turn < (running[0] if limit is None else limit)
             for marker in markers:
-                variables.append(self._collective_variable(marker))
+                if apart and self._fits_variable(marker):
+                    totals.append(self._total(marker))
+                else:
+                    variables.append(self._collective_variable(marker))
             for key in kept:
                 variables.append(self._list_variable(key))
             invariants = self._invariants(stage)
@@ -426,13 +491,18 @@ class _Emitter:
         glue = list(itertools.islice(self.inner.get_operations(), before, None))
         glue = [op for op in glue if op.type != "Placeholder"]
         fixed_inputs = [inner for inner, _, _ in invariants]
-        inputs = [variable.inner for variable in variables] + fixed_inputs
-        outputs = [variable.after for variable in variables] + fixed_inputs
+        handles = [total.inner for total in totals]
+        inputs = [variable.inner for variable in variables] + fixed_inputs + handles
+        outputs = [variable.after for variable in variables] + fixed_inputs + handles
         test = {condition.op, *(tensor.op for tensor in condition.op.inputs if tensor.op.type != "Placeholder")}
         body = [self.graph.operations[node] for node in sorted(self.sets[stage])] + [
             op for op in glue if op not in test
         ]
-        body_names = self._functions(f"stage_{stage}_body", body, inputs, outputs, self._must_run(self.sets[stage]))
+        must_run = self._must_run(self.sets[stage]) + [total.add for total in totals]
+        if apart:
+            ends = [variable.after.op for variable in variables if variable.after.op in glue]
+            body, must_run = self._apart(stage, body, ends, must_run)
+        body_names = self._functions(f"stage_{stage}_body", body, inputs, outputs, must_run)
         test_name = self._function(f"stage_{stage}_test", list(test), inputs, [condition])
 
         def loop(device: int, starts: Sequence[tf.Tensor], *invariant: tf.Tensor) -> Any:
@@ -445,9 +515,10 @@ class _Emitter:
                 name=f"{self.tracing.graph_name}_replicas",
             )
             op = results[0].op
-            _tf.set_lowering(op)
+            if not apart:
+                _tf.set_lowering(op)
             _tf.set_loop_attributes(op, len(results))
-            self._read_only(op, inputs, self.sets[stage])
+            self._read_only(op, inputs[: len(inputs) - len(handles)], self.sets[stage])
             return results[: len(variables)]
 
         def start_and_loop(device: int, *invariant: tf.Tensor) -> Any:
@@ -468,15 +539,73 @@ class _Emitter:
                     self._read_only(op, fixed_inputs, self.sets[stage])
                 else:
                     starts = [variable.start() for variable in variables]
-                    with tf.control_dependencies(self.previous):
-                        results = loop(device, starts, *invariant)
+                    owned = [total.start() for total in totals]
+                    with tf.control_dependencies([*self.previous, *(ready for _, ready in owned)]):
+                        results = loop(device, starts, *invariant, *(handle for handle, _ in owned))
                     op = results[0].op
+                    with tf.control_dependencies([op]):
+                        for total, (handle, _) in zip(totals, owned, strict=True):
+                            self.env[device][total.key] = total.finish(handle)
                 done.append(op)
                 for variable, result in zip(variables, results, strict=True):
                     variable.finish(result, device)
         self.previous = done
         if not self.real.alone:
             self._meet(markers)
+
+    def _runs_apart(self, stage: int) -> bool:
+        """Whether a loop's body is a call of a function that is not inlined.
+
+        TensorFlow runs the operations of a loop one by one in a frame, at some microseconds each, and every value that goes
+        through the loop costs six. In a function they cost what they cost outside of loops, but the call some 20 µs: it
+        pays from about a hundred operations on. On a GPU the call would take the whole batch to the device. What
+        XLA compiles has no such costs.
+        """
+        if len(self.devices) > 1 or self.tracing.root is not self.tracing or not _tf.is_cpu(self.device):
+            return False
+        if any(_tf.is_compiled_by_xla(function) for function in _tf.functions_being_traced()):
+            return False
+        return len(self.sets[stage]) >= _MANY_OPERATIONS
+
+    def _apart(
+        self,
+        stage: int,
+        operations: Sequence[tf.Operation],
+        ends: Sequence[tf.Operation],
+        must_run: Sequence[tf.Operation],
+    ) -> tuple[list[tf.Operation], list[tf.Operation]]:
+        """A body whose operations, but those at its ends, are one call: its operations, and which of them must run.
+
+        The ends add to what the loop carries, and put it into lists, in place: a call would hold on to what it is given.
+        """
+        inside = [op for op in operations if op not in ends]
+        members = set(inside)
+        inputs = {(t.op, t.value_index): t for op in inside for t in op.inputs if t.op not in members}
+        wanted = {(t.op, t.value_index): t for op in ends for t in op.inputs if t.op in members}
+        arguments, outputs = list(inputs.values()), list(wanted.values())
+        name = self._function(f"stage_{stage}_turn", inside, arguments, outputs, must_run, apart=True)
+        with self.inner.as_default(), tf.device(None), tf.control_dependencies(None):
+            results = tf.raw_ops.StatefulPartitionedCall(
+                args=arguments, Tout=[tensor.dtype for tensor in outputs], f=name, config_proto=_tf.config_of_calls()
+            )
+        call = results[0].op if outputs else results
+        position = {key: index for index, key in enumerate(wanted)}
+        for op in ends:
+            for index, tensor in enumerate(op.inputs):
+                if (tensor.op, tensor.value_index) in wanted:
+                    _tf.update_input(op, index, results[position[tensor.op, tensor.value_index]])
+        return [call, *ends], [call]
+
+    def _fits_variable(self, marker: tf.Operation) -> bool:
+        (source,) = marker.inputs
+        kind = self.tracing.collectives[marker].kind
+        return kind == "sum" and source.dtype.is_floating and source.shape.is_fully_defined()
+
+    def _total(self, marker: tf.Operation) -> _Total:
+        (source,) = marker.inputs
+        handle = tf.compat.v1.placeholder(tf.resource, [])
+        add = tf.raw_ops.AssignAddVariableOp(resource=handle, value=source)
+        return _Total(handle, add, self.key(marker.outputs[0]), source.dtype, source.shape)
 
     def _compiled(
         self,

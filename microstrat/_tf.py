@@ -587,11 +587,13 @@ def graph_to_function(
     inputs: Sequence[tf.Tensor],
     outputs: Sequence[tf.Tensor],
     control_outputs: Sequence[tf.Operation],
+    *,
+    apart: bool = False,
 ) -> Any:
     """Makes a function of a subset of `graph`'s operations in one C++ call.
 
     Public tf.function can only trace Python again, and importing a GraphDef copies operation by operation. `inputs` may
-    be any tensors of the graph; `operations` are the body.
+    be any tensors of the graph; `operations` are the body. If it is to stay `apart`, it is never inlined.
     """
     with graph._c_graph.get() as c_graph:
         function = _session.TF_GraphToFunction_wrapper(
@@ -607,6 +609,9 @@ def graph_to_function(
             None,
             "",
         )
+    if apart:
+        yes = _attr_value_pb2.AttrValue(b=True).SerializeToString()
+        _session.TF_FunctionSetAttrValueProto(function, "_noinline", yes)
     context = _eager_context()
     context.add_c_function(function)
     _session.TF_DeleteFunction(function)
@@ -617,6 +622,20 @@ def graph_to_function(
         function_type=None,  # only needed to call the function from Python, which nothing does
         children=list(graph._functions.values()),
     )
+
+
+def is_cpu(device: str) -> bool:
+    return tf.DeviceSpec.from_string(device).device_type == "CPU"
+
+
+def config_of_calls() -> bytes:
+    """How functions called from here are optimized: a call left in a graph takes that from an attribute."""
+    return _eager_context().function_call_options.config_proto_serialized
+
+
+def temporary_variable(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+    """The handle of a variable that each run of the graph makes anew, under no name, and has to destroy."""
+    return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=_context.anonymous_name())
 
 
 def add_function(graph: Any, function: Any) -> None:
