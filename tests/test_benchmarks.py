@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
 import subprocess
@@ -18,6 +19,36 @@ def test_benchmark_command(tmp_path: pathlib.Path) -> None:
     command += ["--rounds", "1", "--seconds", "0.01", "--processes", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    check_results(done, file)
+    # Run again, it measures nothing, and says the same.
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert again.stdout == done.stdout
+    assert "round 1 of" not in again.stderr
+    other = subprocess.run([*command, "--seconds", "0.02"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "run with other settings" in other.stderr
+    check_report(file, tmp_path)
+
+
+def check_report(file: pathlib.Path, directory: pathlib.Path) -> None:
+    readme = directory / "README.md"
+    readme.write_text("before\n<!-- performance: begin -->\nold\n<!-- performance: end -->\nafter\n", encoding="utf-8")
+    command = [sys.executable, "-m", "tests.benchmarks.report", str(file), "--readme", str(readme)]
+    with_plots = importlib.util.find_spec("matplotlib") is not None
+    if with_plots:
+        command += ["--plots", str(directory / "plots")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith("before\n<!-- performance: begin -->\nRatios of microstrat")
+    assert text.endswith("<!-- performance: end -->\nafter\n")
+    assert "old" not in text
+    assert "| mlp | " in text
+    if with_plots:
+        assert {path.name for path in (directory / "plots").iterdir()} == {"time.png", "memory.png"}
+
+
+def check_results(done: subprocess.CompletedProcess[str], file: pathlib.Path) -> None:
     table = done.stdout
     for name in ["Time of a step", "Memory", "microstrat", "microstrat-fit", *PEERS]:
         assert name in table
@@ -29,9 +60,10 @@ def test_benchmark_command(tmp_path: pathlib.Path) -> None:
         if result["kind"] == "measurement"
     }
     programs = ["microstrat", "microstrat-fit", "two-functions", "plain-fit"]
-    assert measured == {(what, name, 2) for what in ("time", "memory") for name in programs} | {
+    assert measured == {(what, name, 2) for what in ("time", "memory", "working") for name in programs} | {
         ("time", "plain-micro", 2),
         ("memory", "plain-micro", 1),
+        ("working", "plain-micro", 1),
     }
     # All programs made the same weights from the same batches, and every one was measured.
     assert [result["note"] for result in results if result["kind"] == "measurement"] == [""] * len(measured)

@@ -12,10 +12,18 @@ import sys
 import tempfile
 from typing import Any
 
-from tests.benchmarks.peers import Case
+from tests.benchmarks.case import Case
 from tests.benchmarks.results import Sample, Settings
 
-_ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+_OUT_OF_MEMORY = ("bad_alloc", "MemoryError", "OOM when allocating", "RESOURCE_EXHAUSTED", "Cannot allocate memory")
+_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def _backend(case: Case) -> dict[str, str]:
+    return {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"} if case.peer == "jax-scan" else {}
 
 
 class WorkerError(Exception):
@@ -38,8 +46,8 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            cwd=_ROOT,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **(environment or {})},
+            cwd=ROOT,
+            env={**os.environ, **_ENVIRONMENT, **_backend(case), **(environment or {})},
         )
         try:
             self.ready = self._reply()
@@ -61,6 +69,11 @@ class Worker:
         except BrokenPipeError:
             raise self._failure() from None
         return self._reply()
+
+    def start(self) -> Sample:
+        """Runs the first step and returns the seconds it took, and what they went to."""
+        answer = self.ask("start")
+        return Sample(answer["seconds"], answer["cpu_seconds"], answer["parts"])
 
     def run(self, steps: int) -> Sample:
         """Runs steps and returns the seconds they took."""
@@ -86,5 +99,7 @@ class Worker:
     def _failure(self) -> WorkerError:
         code = self._process.wait()
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines() or [""]
-        return WorkerError(f"ended with code {code}: {lines[-1][:200]}")
+        text = self._errors.read().decode(errors="replace")
+        if any(sign in text for sign in _OUT_OF_MEMORY):
+            return WorkerError(f"ended with code {code}: out of memory")
+        return WorkerError(f"ended with code {code}: {(text.strip().splitlines() or [''])[-1][:200]}")

@@ -16,34 +16,10 @@ import keras
 import tensorflow as tf
 
 import microstrat
+from tests.benchmarks.case import Case
 from tests.benchmarks.models import MODELS
 
 Run = Callable[[int], Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One program on one model.
-
-    Attributes:
-      model: a name in MODELS.
-      peer: a name in PEERS.
-      replicas: N, the number of micro-batches in a global batch.
-      micro_batch: b, rows of a micro-batch.
-      optimizer: "sgd" or "adam".
-      xla: whether steps are compiled by XLA.
-    """
-
-    model: str
-    peer: str
-    replicas: int
-    micro_batch: int = 16
-    optimizer: str = "adam"
-    xla: bool = False
-
-    @property
-    def global_batch(self) -> int:
-        return self.replicas * self.micro_batch
 
 
 @dataclass(frozen=True)
@@ -80,6 +56,7 @@ class Peer:
       build: makes the program.
       min_replicas, max_replicas: the N it can do, and can do within reason.
       same_update: whether it makes the same weights as the others.
+      flat: whether its memory does not grow with N.
       prepare: sets TensorFlow up before anything runs, for N replicas.
     """
 
@@ -88,6 +65,7 @@ class Peer:
     min_replicas: int = 1
     max_replicas: int | None = None
     same_update: bool = True
+    flat: bool = False
     prepare: Callable[[int], None] = lambda _: None
 
     def can_do(self, replicas: int) -> bool:
@@ -286,6 +264,10 @@ def _logical_cpus(replicas: int) -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
 
 
+def _elsewhere(case: Case) -> Program:
+    raise NotImplementedError(f"{case.peer} is made by jax_peer.py, where Keras runs on JAX")
+
+
 PEERS = {
     "microstrat": Peer(
         "MicroBatchStrategy(N), custom loop", lambda case: _distributed(case, _microstrat(case.replicas))
@@ -298,10 +280,12 @@ PEERS = {
     "plain-micro": Peer(
         "plain TensorFlow, N steps of one micro-batch, an update each", _plain_micro, same_update=False
     ),
-    "two-functions": Peer("accumulator variables, one tf.function adds to them, one applies", _two_functions, 2),
-    "while-loop": Peer("tf.while_loop over micro-batches in one tf.function", _while_loop, 2),
+    "two-functions": Peer(
+        "accumulator variables, one tf.function adds to them, one applies", _two_functions, 2, flat=True
+    ),
+    "while-loop": Peer("tf.while_loop over micro-batches in one tf.function", _while_loop, 2, flat=True),
     "unrolled": Peer("Python loop over micro-batches in one tf.function (N up to 8)", _unrolled, 2, 8),
-    "keras-accumulation": Peer("Keras' gradient_accumulation_steps=N", _keras_accumulation, 2),
+    "keras-accumulation": Peer("Keras' gradient_accumulation_steps=N", _keras_accumulation, 2, flat=True),
     "mirrored": Peer(
         "MirroredStrategy on N logical CPUs, the same custom loop (N up to 8)",
         lambda case: _distributed(case, _mirrored(case.replicas)),
@@ -309,6 +293,7 @@ PEERS = {
         8,
         prepare=_logical_cpus,
     ),
+    "jax-scan": Peer("Keras' JAX backend, lax.scan over micro-batches in one jax.jit", _elsewhere),
     "microstrat-fit": Peer("MicroBatchStrategy(N), Keras fit", lambda case: _fit(case, _microstrat(case.replicas))),
     "microstrat-whole-fit": Peer(
         "MicroBatchStrategy(N, semantics='whole_batch'), Keras fit", lambda case: _fit(case, _whole(case.replicas))

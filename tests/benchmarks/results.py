@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from tests.benchmarks.peers import Case
+from tests.benchmarks.case import Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Settings:
       processes: processes of each program, for memory and start-up.
       time_limit: seconds for any answer of a worker, its first step included.
       memory_limit: bytes of data a worker may hold; 0 for no limit.
+      budget: seconds that the rounds of one group of programs may take together; at least three are run, or one if even
+        that takes longer.
     """
 
     rounds: int = 7
@@ -26,14 +28,19 @@ class Settings:
     processes: int = 3
     time_limit: float = 600.0
     memory_limit: int = 0
+    budget: float = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One figure: elapsed time or memory, and for times what the processors spent on it, all threads together."""
+    """One figure: elapsed time or memory, and for times what the processors spent on it, all threads together.
+
+    `parts`: what a start-up is made of, in seconds.
+    """
 
     value: float
     cpu: float | None = None
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +77,8 @@ class Comparison:
       median: the median of the rounds' ratios.
       cpu: the same of processor time, which other work on the machine disturbs less; None for memory.
       target: the median must not be above it; None where it is only of interest.
+      name: what it is in summaries, if anything: "flat peer", "full batch", "N = 1", "fit, N = 1", "growth", "micro-batch".
+      replicas: N of the subject.
     """
 
     what: str
@@ -80,6 +89,8 @@ class Comparison:
     median: float
     cpu: float | None
     target: float | None = None
+    name: str = ""
+    replicas: int = 0
 
     @property
     def met(self) -> bool | None:
@@ -98,6 +109,7 @@ def compare(
     subject: tuple[Case, Sequence[Sample]],
     against: tuple[Case, Sequence[Sample]],
     target: float | None = None,
+    name: str = "",
     *,
     less: float = 0.0,
     less_what: str = "",
@@ -115,4 +127,6 @@ def compare(
         median=statistics.median(a / b.value for a, b in zip(values, theirs, strict=True)),
         cpu=statistics.median(cpus) if cpus else None,
         target=target,
+        name=name,
+        replicas=case.replicas,
     )

@@ -3,7 +3,10 @@
 Started by `driver` with a case as JSON; answers every command line on stdin with one JSON line on stdout:
 
     {"do": "run", "steps": K}     K steps: {"seconds": elapsed, "cpu_seconds": of all threads}
-    {"do": "peak", "steps": K}    K steps: {"bytes": the highest resident memory while they ran}
+    {"do": "start"}               the first step: {"seconds", "cpu_seconds", and of a single tf.function "parts": seconds of
+                                  "trace" (the Python code), "lowering" (what microstrat makes of it) and "first" (the first
+                                  call of what was traced: graph optimization, and a step)}
+    {"do": "peak", "steps": K}    K steps: {"bytes": the highest resident memory while they ran, "before": right before}
     {"do": "weights"}             {"weights": the mean absolute value of each trainable variable}
 
 The first line, before any command: {"resident": bytes now, "gradient": bytes of one copy of all gradients}.
@@ -11,6 +14,7 @@ The first line, before any command: {"resident": bytes now, "gradient": bytes of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -20,6 +24,10 @@ import resource
 import sys
 import time
 from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.case import Case
 
 _STATUS = pathlib.Path("/proc/self/status")
 _CLEAR_REFS = pathlib.Path("/proc/self/clear_refs")
@@ -50,9 +58,27 @@ def _warm_up() -> None:
         step()
 
 
-def _answer(program: Any, command: dict[str, Any]) -> dict[str, Any]:
-    import numpy as np
+def _start(program: Any, is_microstrat: bool) -> dict[str, Any]:
+    marks = [time.perf_counter()]
+    cpu = time.process_time()
+    if program.first_call is not None:
+        with contextlib.ExitStack() as stack:
+            if is_microstrat:
+                from microstrat import _lower
 
+                stack.enter_context(_lower.observed(lambda *_: marks.append(time.perf_counter())))
+            program.first_call.trace()
+        marks.append(time.perf_counter())
+    program.run(1)
+    marks.append(time.perf_counter())
+    names = {2: ["first"], 3: ["trace", "first"], 4: ["trace", "lowering", "first"]}[len(marks)]
+    parts = {name: after - before for name, before, after in zip(names, marks, marks[1:], strict=True)}
+    return {"seconds": marks[-1] - marks[0], "cpu_seconds": time.process_time() - cpu, "parts": parts}
+
+
+def _answer(program: Any, command: dict[str, Any], is_microstrat: bool) -> dict[str, Any]:
+    if command["do"] == "start":
+        return _start(program, is_microstrat)
     if command["do"] == "run":
         start, cpu_start = time.perf_counter(), time.process_time()
         program.run(command["steps"])
@@ -62,9 +88,23 @@ def _answer(program: Any, command: dict[str, Any]) -> dict[str, Any]:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         _CLEAR_REFS.write_text(_RESET_PEAK)
+        before = _status_bytes("VmRSS")
         program.run(command["steps"])
-        return {"bytes": _status_bytes("VmHWM")}
-    return {"weights": [float(np.abs(variable.numpy()).mean()) for variable in program.model.trainable_variables]}
+        return {"bytes": _status_bytes("VmHWM"), "before": before}
+    return {"weights": [float(np.abs(np.asarray(variable)).mean()) for variable in program.model.trainable_variables]}
+
+
+def _build(case: Case) -> Any:
+    if case.peer == "jax-scan":
+        from tests.benchmarks import jax_peer
+
+        return jax_peer.build(case)
+    from tests.benchmarks.peers import PEERS
+
+    peer = PEERS[case.peer]
+    peer.prepare(case.replicas)
+    _warm_up()
+    return peer.build(case)
 
 
 def main() -> None:
@@ -75,18 +115,14 @@ def main() -> None:
     os.dup2(2, 1)
     if settings["memory_limit"]:
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory_limit"], settings["memory_limit"]))
-    from tests.benchmarks.peers import PEERS, Case
-
     case = Case(**settings["case"])
-    peer = PEERS[case.peer]
-    peer.prepare(case.replicas)
-    _warm_up()
-    program = peer.build(case)
+    program = _build(case)
     gc.collect()
-    gradient = sum(variable.numpy().nbytes for variable in program.model.trainable_variables)
+    gradient = sum(np.asarray(variable).nbytes for variable in program.model.trainable_variables)
     print(json.dumps({"resident": _status_bytes("VmRSS"), "gradient": gradient}), file=replies, flush=True)
     for line in sys.stdin:
-        print(json.dumps(_answer(program, json.loads(line))), file=replies, flush=True)
+        answer = _answer(program, json.loads(line), case.peer.startswith("microstrat"))
+        print(json.dumps(answer), file=replies, flush=True)
 
 
 if __name__ == "__main__":
