@@ -2,6 +2,10 @@
 
 It is for a process of its own, with KERAS_BACKEND=jax in its environment. microstrat needs Keras' TensorFlow backend, so
 neither it nor `peers` may be imported here. Steps are always compiled by XLA, whatever the case says: jit is nothing else.
+
+Two things to know when figures are read. Keras' seeds give other initial weights, and other masks, on this backend. And on
+CPUs, XLA (jaxlib 0.12.0) leaves a loop's gradient convolutions in a form for which it has no fast kernel; outside loops it
+rewrites them. So convolutional nets are several times slower here than with `lax.scan(..., unroll=True)`.
 """
 
 from __future__ import annotations
