@@ -20,7 +20,8 @@ import keras
 from tests.benchmarks.models import MODELS
 
 if TYPE_CHECKING:
-    from tests.benchmarks.peers import Case, Run
+    from tests.benchmarks.case import Case
+    from tests.benchmarks.peers import Run
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Program:
 
     model: keras.Model
     run: Run
+    first_call: None = None
 
 
 def build(case: Case) -> Program:

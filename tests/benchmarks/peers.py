@@ -171,11 +171,12 @@ def _two_functions(case: Case) -> Program:
 
 
 def _micro_batch(case: Case, batch: tuple[tf.Tensor, ...], index: Any) -> tuple[tf.Tensor, ...]:
-    start = index * case.micro_batch
-    parts = [tensor[start : start + case.micro_batch] for tensor in batch]
-    return tuple(
-        tf.ensure_shape(part, [case.micro_batch, *tensor.shape[1:]]) for part, tensor in zip(parts, batch, strict=True)
-    )
+    start, rows = index * case.micro_batch, case.micro_batch
+    rests = [[0] * (tensor.shape.rank - 1) for tensor in batch]
+    cut = [
+        tf.slice(tensor, [start, *rest], [rows, *tensor.shape[1:]]) for tensor, rest in zip(batch, rests, strict=True)
+    ]
+    return tuple(cut)
 
 
 def _while_loop(case: Case) -> Program:
@@ -293,7 +294,7 @@ PEERS = {
         8,
         prepare=_logical_cpus,
     ),
-    "jax-scan": Peer("Keras' JAX backend, lax.scan over micro-batches in one jax.jit", _elsewhere),
+    "jax-scan": Peer("Keras' JAX backend, lax.scan over micro-batches in one jax.jit", _elsewhere, same_update=False),
     "microstrat-fit": Peer("MicroBatchStrategy(N), Keras fit", lambda case: _fit(case, _microstrat(case.replicas))),
     "microstrat-whole-fit": Peer(
         "MicroBatchStrategy(N, semantics='whole_batch'), Keras fit", lambda case: _fit(case, _whole(case.replicas))
