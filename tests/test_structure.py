@@ -137,3 +137,52 @@ def test_densenet_is_three_stages() -> None:
     assert step.plan.num_loops == 1
     assert not step.plan.carries
     assert step.calls == 1
+
+
+def deep_model() -> keras.Model:
+    layers = [keras.layers.Dense(6, activation="tanh") for _ in range(24)]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+
+
+def loop_of(function: Any) -> Any:
+    (loop,) = [node for node in all_nodes(function) if node.op == "While"]
+    return loop
+
+
+def test_a_large_body_is_one_call_and_its_sums_are_variables() -> None:
+    function = Step(4, deep_model, (6,)).function
+    loop = loop_of(function)
+    assert not loop.attr["_lower_using_switch_merge"].b
+    library = {called.signature.name: called for called in function.graph.as_graph_def().library.function}
+    body = library[loop.attr["body"].func.name]
+    (call,) = [node for node in body.node_def if node.op == "StatefulPartitionedCall"]
+    called = library[call.attr["f"].func.name]
+    assert called.attr["_noinline"].b
+    assert not any("MatMul" in node.op for node in body.node_def)
+    # One for each gradient; none outlives the step.
+    made = [node for node in all_nodes(function) if node.op == "VarHandleOp"]
+    assert len(made) == 50
+    assert len([node for node in all_nodes(function) if node.op == "DestroyResourceOp"]) == len(made)
+    assert len([node for node in called.node_def if node.op == "AssignAddVariableOp"]) == len(made)
+
+
+def test_a_small_body_stays_in_the_loop() -> None:
+    function = Step(4, small_model, (6,)).function
+    assert loop_of(function).attr["_lower_using_switch_merge"].b
+    assert not [node for node in all_nodes(function) if node.op == "VarHandleOp"]
+
+
+def test_both_kinds_of_bodies_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def weights(many: int) -> list[np.ndarray]:
+        monkeypatch.setattr(_lower, "_MANY_OPERATIONS", many)
+        keras.utils.set_random_seed(0)
+        strategy = microstrat.MicroBatchStrategy(3)
+        with strategy.scope():
+            model = small_model(batch_norm=True)
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        x = np.random.default_rng(0).normal(size=(33, 6)).astype(np.float32)  # the last batch is short
+        model.fit(x, np.arange(33) % 3, batch_size=9, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights() + [variable.numpy() for variable in model.optimizer.variables]
+
+    for apart, lowered in zip(weights(0), weights(10**6), strict=True):
+        np.testing.assert_array_equal(apart, lowered)
