@@ -26,8 +26,7 @@ what is measured
   time      milliseconds a step, all of it: the batch from tf.data, the call, N micro-batches, the update. Programs run
             in turn, microstrat before each peer, and a ratio is of neighbours in time: it holds on a noisy machine
             where milliseconds alone do not. CPU is processor time of all threads.
-  memory    MiB in a fresh process: the peak of the steps after the first, less the level before the first; and, as
-            working memory, less the level right before those steps.
+  memory    MiB in a fresh process: the peak of the steps after the first, less the level before the first.
   startup   seconds in a fresh process: the first step less a later one (trace, lowering, graph optimization).
   dispatch  microseconds a step where computing is nothing: the next batch and the call. (Of no model.)
 
@@ -38,7 +37,7 @@ targets (printed next to the ratios; the median of the rounds counts)
             plain micro-batch step
   startup   at most 1.05 from the smallest N above 1 to the largest; on densenet121 and resnet50 at most 1.15 of a
             single plain micro-batch step
-  dispatch  at most 50 µs more than a plain tf.function
+  dispatch  at most 50 µs more than a plain tf.function, or than one that holds a hand-written tf.while_loop
 
 examples
   python -m tests.benchmarks --models mlp --what time                      a minute or two

@@ -34,7 +34,6 @@ _FILE_WIDTH = 160
 _TITLES = {
     "time": "Time of a step",
     "memory": "Memory: peak of the steps after the first, less the level before the first",
-    "working": "Working memory: the same peak, less the level right before those steps",
     "startup": "Start-up: the first step, less a later one",
     "dispatch": "Dispatch: a step where computing is nothing",
 }

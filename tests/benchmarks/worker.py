@@ -6,7 +6,7 @@ Started by `driver` with a case as JSON; answers every command line on stdin wit
     {"do": "start"}               the first step: {"seconds", "cpu_seconds", and of a single tf.function "parts": seconds of
                                   "trace" (the Python code), "lowering" (what microstrat makes of it) and "first" (the first
                                   call of what was traced: graph optimization, and a step)}
-    {"do": "peak", "steps": K}    K steps: {"bytes": the highest resident memory while they ran, "before": right before}
+    {"do": "peak", "steps": K}    K steps: {"bytes": the highest resident memory while they ran}
     {"do": "weights"}             {"weights": the mean absolute value of each trainable variable}
 
 The first line, before any command: {"resident": bytes now, "gradient": bytes of one copy of all gradients}.
@@ -88,9 +88,8 @@ def _answer(program: Any, command: dict[str, Any], is_microstrat: bool) -> dict[
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         _CLEAR_REFS.write_text(_RESET_PEAK)
-        before = _status_bytes("VmRSS")
         program.run(command["steps"])
-        return {"bytes": _status_bytes("VmHWM"), "before": before}
+        return {"bytes": _status_bytes("VmHWM")}
     return {"weights": [float(np.abs(np.asarray(variable)).mean()) for variable in program.model.trainable_variables]}
 
 
