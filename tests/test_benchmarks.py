@@ -15,7 +15,7 @@ PEERS = ["plain-micro", "two-functions", "plain-fit"]
 def test_benchmark_command(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "results.json"
     command = [sys.executable, "-m", "tests.benchmarks", "--models", "mlp", "--replicas", "2", "--micro-batch", "4"]
-    command += ["--what", "time", "memory", "--peers", *PEERS, "--json", str(file)]
+    command += ["--what", "time", "memory", "startup", "--peers", *PEERS, "--json", str(file)]
     command += ["--rounds", "1", "--seconds", "0.01", "--processes", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -45,7 +45,7 @@ def check_report(file: pathlib.Path, directory: pathlib.Path) -> None:
     assert "old" not in text
     assert "| mlp | " in text
     if with_plots:
-        assert {path.name for path in (directory / "plots").iterdir()} == {"time.png", "memory.png"}
+        assert {path.name for path in (directory / "plots").iterdir()} == {"time.png", "memory.png", "startup.png"}
 
 
 def check_results(done: subprocess.CompletedProcess[str], file: pathlib.Path) -> None:
@@ -60,10 +60,14 @@ def check_results(done: subprocess.CompletedProcess[str], file: pathlib.Path) ->
         if result["kind"] == "measurement"
     }
     programs = ["microstrat", "microstrat-fit", "two-functions", "plain-fit"]
-    assert measured == {(what, name, 2) for what in ("time", "memory") for name in programs} | {
+    assert measured == {(what, name, 2) for what in ("time", "memory", "startup") for name in programs} | {
         ("time", "plain-micro", 2),
         ("memory", "plain-micro", 1),
+        ("startup", "plain-micro", 1),
     }
+    # A single tf.function tells what its first step went to.
+    parts = [result["samples"][0]["parts"] for result in results if result.get("what") == "startup" and "case" in result]
+    assert {"trace", "lowering", "optimization"} in [set(names) for names in parts]
     # All programs made the same weights from the same batches, and every one was measured.
     assert [result["note"] for result in results if result["kind"] == "measurement"] == [""] * len(measured)
     compared = {(result["what"], result["against"]) for result in results if result["kind"] == "comparison"}

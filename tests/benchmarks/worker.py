@@ -72,7 +72,7 @@ def _start(program: Any, is_microstrat: bool) -> dict[str, Any]:
     program.run(1)
     marks.append(time.perf_counter())
     names = {2: ["first"], 3: ["trace", "first"], 4: ["trace", "lowering", "first"]}[len(marks)]
-    parts = {name: after - before for name, before, after in zip(names, marks, marks[1:], strict=True)}
+    parts = {name: after - before for name, before, after in zip(names, marks[:-1], marks[1:], strict=True)}
     return {"seconds": marks[-1] - marks[0], "cpu_seconds": time.process_time() - cpu, "parts": parts}
 
 
