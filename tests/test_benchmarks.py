@@ -66,7 +66,9 @@ def check_results(done: subprocess.CompletedProcess[str], file: pathlib.Path) ->
         ("startup", "plain-micro", 1),
     }
     # A single tf.function tells what its first step went to.
-    parts = [result["samples"][0]["parts"] for result in results if result.get("what") == "startup" and "case" in result]
+    parts = [
+        result["samples"][0]["parts"] for result in results if result.get("what") == "startup" and "case" in result
+    ]
     assert {"trace", "lowering", "optimization"} in [set(names) for names in parts]
     # All programs made the same weights from the same batches, and every one was measured.
     assert [result["note"] for result in results if result["kind"] == "measurement"] == [""] * len(measured)

@@ -170,13 +170,13 @@ _BEGIN, _END = "<!-- performance: begin -->", "<!-- performance: end -->"
 # Column -> what is compared, and the name of the comparison.
 _COLUMNS = {
     "time: fastest flat peer": ("time", "flat peer"),
-    "full batch": ("time", "full batch"),
-    "N = 1: plain": ("time", "N = 1"),
-    "JAX scan": ("time", "JAX"),
+    "time: full batch": ("time", "full batch"),
+    "time, N = 1: plain": ("time", "N = 1"),
+    "time: JAX scan": ("time", "JAX"),
     "memory: N = 2": ("memory", "growth"),
-    "one micro-batch": ("memory", "micro-batch"),
+    "memory: one micro-batch": ("memory", "micro-batch"),
     "start-up: N = 2": ("startup", "growth"),
-    "plain": ("startup", "micro-batch"),
+    "start-up: one micro-batch": ("startup", "micro-batch"),
 }
 
 
@@ -248,6 +248,11 @@ def plot(record: Record, directory: pathlib.Path) -> list[pathlib.Path]:
         peers = list(dict.fromkeys(result.case.peer for result in found if not result.case.peer.endswith("-fit")))
         figure, panels = pyplot.subplots(1, len(models), figsize=(3.2 * len(models), 3.4), squeeze=False)
         for model, panel in zip(models, panels[0], strict=True):
+            panel.set_title(model, fontsize=10)
+            panel.spines[["top", "right"]].set_visible(False)
+            if what == "startup":
+                _bars(panel, [result for result in found if result.case.model == model])
+                continue
             for number, peer in enumerate(peers):
                 line = sorted(
                     (r.case.replicas, r.median / (r.case.replicas if what == "time" else 1))
@@ -259,11 +264,9 @@ def plot(record: Record, directory: pathlib.Path) -> list[pathlib.Path]:
                     panel.plot(
                         *zip(*line, strict=True), "o-", ms=3, lw=2.5 if ours else 1, color=f"C{number}", label=peer
                     )
-            panel.set_title(model, fontsize=10)
             panel.set_xscale("log", base=2)
             panel.set_ylim(bottom=0)
             panel.set_xlabel("N")
-            panel.spines[["top", "right"]].set_visible(False)
         panels[0][0].set_ylabel(title, fontsize=9)
         labels = {
             label: handle
@@ -276,6 +279,17 @@ def plot(record: Record, directory: pathlib.Path) -> list[pathlib.Path]:
         figure.savefig(written[-1], dpi=120)
         pyplot.close(figure)
     return written
+
+
+def _bars(panel: Any, found: Sequence[Measurement]) -> None:
+    """What every program's start-up is made of."""
+    labels = [f"{result.case.peer}\nN = {result.case.replicas}" for result in found]
+    bottom = [0.0] * len(found)
+    for part in ("trace", "lowering", "optimization"):
+        heights = [statistics.median(s.parts.get(part, 0.0) for s in result.samples) for result in found]
+        panel.bar(labels, heights, bottom=bottom, label=part)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    panel.tick_params(axis="x", labelsize=6)
 
 
 def main(arguments: list[str] | None = None) -> None:
