@@ -136,7 +136,7 @@ class MicroBatchExtended(_tf.StrategyExtended):
         strategy = self._container_strategy()
         around = _tracing.current_tracing()
         even = around is not None and around.real.compiled
-        even = even or any(_tf.is_compiled_by_xla(function) for function in _tf.functions_being_traced())
+        even = even or _tf.compiling_by_xla()
         args, kwargs = _arguments.in_micro_batches((tuple(args), kwargs), self.micro_batches, even=even)
         number = _arguments.turns((args, kwargs), self.micro_batches, without_batch=1)
         make_tracing = functools.partial(

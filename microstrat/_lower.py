@@ -64,6 +64,19 @@ class Used:
     why_not: str
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection meanwhile: a graph is objects by the hundred thousand, all in use, looked through in vain."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_paused()
 def run(
     strategy: Any,
     make_tracing: Callable[..., Any],
@@ -87,30 +100,6 @@ def run(
       kwargs: likewise.
       device: where it runs.
     """
-    with _collector_paused():
-        return _run(strategy, make_tracing, fn, args, kwargs, device)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No garbage collection meanwhile: a graph is objects by the hundred thousand, all in use, looked through in vain."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _run(
-    strategy: Any,
-    make_tracing: Callable[..., Any],
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    device: str,
-) -> tuple[Any, Used]:
     owner_of = strategy.extended.owner_of
     inline, unfolded = False, frozenset[int]()
     while True:
@@ -561,11 +550,9 @@ class _Emitter:
         pays from about a hundred operations on. On a GPU the call would take the whole batch to the device. What
         XLA compiles has no such costs.
         """
-        if len(self.devices) > 1 or self.tracing.root is not self.tracing or not _tf.is_cpu(self.device):
-            return False
-        if any(_tf.is_compiled_by_xla(function) for function in _tf.functions_being_traced()):
-            return False
-        return len(self.sets[stage]) >= _MANY_OPERATIONS
+        large = len(self.sets[stage]) >= _MANY_OPERATIONS
+        here = len(self.devices) == 1 and _tf.is_cpu(self.device)
+        return large and here and self.tracing.root is self.tracing and not _tf.compiling_by_xla()
 
     def _apart(
         self,

@@ -299,6 +299,11 @@ def is_compiled_by_xla(function: Any) -> bool:
     return bool(function._jit_compile)
 
 
+def compiling_by_xla() -> bool:
+    """Whether what is being traced on this thread is for XLA."""
+    return any(is_compiled_by_xla(function) for function in functions_being_traced())
+
+
 def do_not_compile_by_xla(function: Any) -> None:
     """Takes jit_compile from a tf.function that has not been traced yet; `_clone` keeps it."""
     function._jit_compile = None

@@ -49,11 +49,6 @@ class PerReplica(_tf.PerReplica):
         self.listed = listed
         return self
 
-    def _spec_of_batch(self, kind: str, batch: Any) -> PerReplicaSpec:
-        if self.weights is None and isinstance(batch, tf.Tensor) and batch.shape.rank is not None:
-            return _spec_of_tensor(kind, self.num_replicas, batch.dtype, tuple(batch.shape))
-        return self._spec(kind, tf.type_spec_from_value(batch))
-
     def _spec(self, kind: str, *parts: Any) -> PerReplicaSpec:
         return PerReplicaSpec(kind, self.num_replicas, "" if self.weights is None else self.listed, *parts)
 
@@ -249,9 +244,15 @@ class BatchRows(PerReplica):
         bounds = [_rows.micro_batch_bounds(rows, num_replicas, replica) for replica in range(num_replicas)]
         return tuple(tf.TensorSpec([stop - start, *spec.shape[1:]], spec.dtype) for start, stop in bounds)
 
+    def _spec_of_batch(self, kind: str) -> PerReplicaSpec:
+        batch = self.batch
+        if self.weights is None and isinstance(batch, tf.Tensor) and batch.shape.rank is not None:
+            return _spec_of_tensor(kind, self.num_replicas, batch.dtype, tuple(batch.shape))
+        return self._spec(kind, tf.type_spec_from_value(batch))
+
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return self._spec_of_batch("rows", self.batch)
+        return self._spec_of_batch("rows")
 
     def count_rows(self) -> Any:
         return _rows.count_rows(self.batch)
@@ -354,7 +355,7 @@ class MicroBatches(BatchRows):
 
     @property
     def _type_spec(self) -> PerReplicaSpec:
-        return self._spec_of_batch("micro_batches", self.batch)
+        return self._spec_of_batch("micro_batches")
 
     def share(self) -> Any:
         return (_rows.even_share if self.even else _rows.share_of)(self.count_rows(), self.num_replicas)
